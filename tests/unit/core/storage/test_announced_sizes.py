@@ -24,13 +24,10 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.hot import ENVELOPE_SHARE, KEPT_SHARE, MIN_ENVELOPE_BYTES, LocalCPUBackend
-from lmcache_core.storage.remote import create_remote_backend
+from lmcache_core.storage.hot import KEPT_SHARE, LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.wire.messages import ChunkHead, HelloOk, build_frame
 
 from tests.fixtures.stating_tier import Stating
-from tests.fixtures.wire import RawConnection, hostile_server
 from tests.suites.chunks import make_chunk, make_key
 
 CHUNK_BYTES = 64 << 10
@@ -93,25 +90,6 @@ async def test_chunk_of_the_usual_size_is_read_into_full_memory(most_bytes: int 
         result.release()
 
 
-async def test_larger_chunk_than_the_reader_can_use_is_a_miss_even_if_there_is_room() -> None:
-    hot = full(num_chunks=1)
-    size = CHUNK_BYTES + CHUNK_BYTES // ENVELOPE_SHARE + MIN_ENVELOPE_BYTES + 1
-    assert await asked(hot, Stating(size, bytes(size)), most_bytes=CHUNK_BYTES) == [
-        Miss(MissReason.NO_MEMORY)
-    ]
-    [result] = await asked(hot, Stating(size, bytes(size)))
-    assert isinstance(result, Chunk)
-    result.release()
-
-
-async def test_larger_chunk_is_read_into_full_memory_if_the_reader_says_so() -> None:
-    hot, size = full(), 4 * CHUNK_BYTES
-    [result] = await asked(hot, Stating(size, bytes(size)), most_bytes=size)
-    assert isinstance(result, Chunk)
-    result.release()
-    assert num_held(hot) >= NUM_CHUNKS - 8
-
-
 async def test_payloads_underway_leave_a_part_of_the_memory_alone() -> None:
     hot = full()
     tier = Stating(CHUNK_BYTES)
@@ -120,26 +98,6 @@ async def test_payloads_underway_leave_a_part_of_the_memory_alone() -> None:
     assert num_held(hot) == NUM_CHUNKS // KEPT_SHARE
     await asked(hot, tier, 2 * NUM_CHUNKS, most_bytes=CHUNK_BYTES)
     assert tier.num_taken == NUM_CHUNKS - NUM_CHUNKS // KEPT_SHARE, "what was freed counts no more"
-
-
-async def test_server_that_breaks_off_after_a_head_evicts_nothing() -> None:
-    hot = full()
-    size = int(0.9 * ARENA_BYTES)
-    key = make_key("wanted 0")
-    spec = TensorSpec("", "uint8", (size,), 0, size)
-    header = RecordHeader(key.key.canonical(), "naive", "", False, (spec,), bytes(16))
-
-    async def behave(raw: RawConnection) -> None:
-        hello, _, _ = await raw.read()
-        await raw.say(hello.correlation_id, HelloOk(1, [], "storage", 128))
-        request, _, _ = await raw.read()
-        head = encode_head(header, size)
-        await raw.send(build_frame(request.correlation_id, ChunkHead(0), len(head) + size), head)
-
-    async with hostile_server(behave) as port:
-        tier = create_remote_backend(f"lm://127.0.0.1:{port}", timeout_s=TIMEOUT_S)
-        assert await asked(hot, tier) == [Miss(MissReason.UNAVAILABLE)]
-    assert num_held(hot) == NUM_CHUNKS
 
 
 class Encoded(Stating):

@@ -8,9 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
-from lmcache_core.storage.disk import DiskBackend, DiskFiles
+from lmcache_core.storage.disk import DiskFiles
 from lmcache_core.storage.disk.layout import charged_bytes, tenant_directory, tenant_of
 
 from tests.fixtures.disk_tier import (
@@ -18,7 +18,6 @@ from tests.fixtures.disk_tier import (
     TroubledFiles,
     file_of,
     get,
-    num_records,
     opened,
     put,
 )
@@ -63,12 +62,6 @@ async def test_least_recently_used_chunk_makes_room(disk, removed, tmp_path):
     ]
     assert disk.stats()["evicted_chunks"] == 1
     assert taken_bytes(tmp_path) == disk.stats()["used_bytes"] == CAPACITY_BYTES
-
-
-async def test_chunk_above_the_capacity_is_refused_and_evicts_nothing(disk):
-    await put(disk, 0)
-    assert await disk.batched_put([make_chunk("large", payload=bytes(CAPACITY_BYTES))]) == [False]
-    assert await get(disk, 0) == [make_payload(0)]
 
 
 class HeldWrites(DiskFiles):
@@ -135,17 +128,6 @@ async def test_damaged_file_is_set_aside_and_its_space_is_used_when_needed(disk,
     assert await get(disk, *range(NUM_SLOTS)) == [make_payload(i) for i in range(NUM_SLOTS)]
 
 
-async def test_only_a_few_damaged_files_are_kept(tmp_path):
-    disk = await opened(tmp_path, 100 * CHARGE)
-    await put(disk, *range(20))
-    for path in tmp_path.rglob("*.kvr"):
-        damage(path)
-    assert await get(disk, *range(20)) == [MissReason.CORRUPT] * 20
-    await disk.close()
-    assert len(list((tmp_path / ".bad").iterdir())) == 8
-    assert num_records(tmp_path) == 0
-
-
 async def test_peek_reads_no_file_and_remembers_damaged_chunks(disk, tmp_path):
     await put(disk, "a", "b")
     damage(file_of(tmp_path, "a"))
@@ -155,18 +137,6 @@ async def test_peek_reads_no_file_and_remembers_damaged_chunks(disk, tmp_path):
     assert disk.peek_many(keys)[::2] == [Miss(MissReason.CORRUPT), Miss(MissReason.NEVER_STORED)]
     await put(disk, "a")
     assert not isinstance(disk.peek_many(keys)[0], Miss)
-
-
-async def test_second_owner_is_refused_with_the_remedy(disk, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"in use by another process \(pid \d+\): give each process a directory"
-    ):
-        await opened(tmp_path, CAPACITY_BYTES)
-    await put(disk, "a")
-    await disk.close()
-    again = await opened(tmp_path, CAPACITY_BYTES)
-    assert await get(again, "a") == [make_payload("a")]
-    await again.close()
 
 
 async def test_unreadable_root_is_an_unavailable_tier_and_not_left_locked(tmp_path):
@@ -182,21 +152,6 @@ async def test_other_users_have_no_access_to_the_directory(tmp_path):
     await disk.close()
     assert (tmp_path / "made").stat().st_mode & 0o007 == 0
     assert all(path.stat().st_mode & 0o007 == 0 for path in tmp_path.rglob("*.kvr"))
-
-
-def test_capacity_must_be_positive(tmp_path):
-    with pytest.raises(ConfigError, match="must be positive"):
-        DiskBackend(tmp_path, 0)
-
-
-async def test_closed_tier_is_unavailable(tmp_path):
-    disk = await opened(tmp_path)
-    await put(disk, "a")
-    await disk.close()
-    with pytest.raises(UnavailableError):
-        await get(disk, "a")
-    with pytest.raises(UnavailableError):
-        await disk.batched_put([make_chunk("b")])
 
 
 async def test_stalled_read_holds_its_memory_alone_and_blocks_no_lookup(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
-from lmcache_core.storage.disk import lock as lock_module
 from lmcache_core.storage.disk.backoff import MAX_PAUSE_S
 from lmcache_core.storage.disk.index import FULL_S
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
@@ -78,22 +77,6 @@ async def test_other_bytes_in_place_of_a_record_remove_no_file(
     files.lie = None
     await look_again(disk)
     assert await get(disk, *NAMES) == PAYLOADS
-    disk.check_integrity()
-    await disk.close()
-
-
-async def test_file_that_was_read_as_no_record_makes_room_first_and_is_replaced(
-    tmp_path: Path, files: LyingFiles
-) -> None:
-    await fill(tmp_path, *range(4))
-    disk = await opened(tmp_path, 4 * BLOCK_BYTES, files=files)
-    files.lie = LIES["zeros"]
-    assert await get(disk, 1, 2) == [MissReason.CORRUPT] * 2
-    files.lie = None
-    await put(disk, 1)
-    assert await get(disk, 0, 1, 3) == [make_payload(name) for name in (0, 1, 3)]
-    await put(disk, "new")
-    assert await get(disk, 0, 1, 3, "new") == [make_payload(name) for name in (0, 1, 3, "new")]
     disk.check_integrity()
     await disk.close()
 
@@ -327,21 +310,3 @@ async def test_process_that_lost_the_lock_to_another_writes_and_removes_nothing(
     await other.close()
     assert await disk.batched_remove([make_key("a")]) == 1, "it is free again"
     await disk.close()
-
-
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=["read_only", "denied"])
-async def test_directory_that_may_not_be_written_is_reported_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    def refusing(path: Path, flags: int, *more: int) -> int:
-        if flags & os.O_CREAT:
-            raise OSError(code, os.strerror(code))
-        return os.open(path, flags, *more)
-
-    class Refusing:
-        def __getattr__(self, name: str) -> object:
-            return refusing if name == "open" else getattr(os, name)
-
-    monkeypatch.setattr(lock_module, "os", Refusing())
-    with pytest.raises(UnavailableError, match=os.strerror(code)):
-        await opened(tmp_path)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import errno
-import resource
 
 import pytest
 from lmcache_core.record import MissReason
-from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, SETTLED_S, WriteBackoff
+from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, SETTLED_S
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 
-from tests.fixtures.disk_tier import Clock, file_of, get, opened
+from tests.fixtures.disk_tier import file_of, get, opened
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_SLOTS = 3
-MUTATIONS = ("make_directory", "create", "write", "sync", "rename", "sync_directory", "unlink")
 
 
 @pytest.fixture
@@ -68,45 +66,6 @@ async def test_full_disk_is_logged_once_and_so_is_its_recovery(
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
 
 
-async def test_read_only_disk_keeps_serving_and_its_accounts(disk, files, clock):
-    for i in range(NUM_SLOTS):
-        assert await disk.batched_put([make_chunk(i)]) == [True]
-    files.failing = dict.fromkeys(MUTATIONS, errno.EROFS)
-    assert await disk.batched_put([make_chunk("more")]) == [False]
-    assert await get(disk, *range(NUM_SLOTS)) == [make_payload(i) for i in range(NUM_SLOTS)]
-    assert await disk.batched_remove([make_key(0)]) == 1
-    assert await get(disk, 0) == [MissReason.NEVER_STORED]
-    assert disk.stats()["used_bytes"] == NUM_SLOTS * BLOCK_BYTES, "the file is still there"
-    files.failing.clear()
-    clock.now += MAX_PAUSE_S
-    assert await disk.batched_put([make_chunk("more")]) == [True]
-    assert await get(disk, 1, 2, "more") == [make_payload(1), make_payload(2), make_payload("more")]
-
-
-async def test_removed_chunk_whose_file_stayed_can_be_stored_again(disk, files, clock):
-    assert await disk.batched_put([make_chunk("a")]) == [True]
-    files.failing = {"unlink": errno.EIO}
-    assert await disk.batched_remove([make_key("a")]) == 1
-    files.failing.clear()
-    assert await disk.batched_put([make_chunk("a")]) == [True]
-    for i in range(NUM_SLOTS - 1):
-        assert await disk.batched_put([make_chunk(i)]) == [True]
-    assert await get(disk, "a") == [make_payload("a")], "its file is not taken for the old one"
-
-
-@pytest.mark.parametrize("how", ["remove", "clear tenant"])
-async def test_file_that_stayed_goes_when_its_chunk_is_removed_again(disk, files, tmp_path, how):
-    assert await disk.batched_put([make_chunk("a")]) == [True]
-    files.failing = {"unlink": errno.EIO}
-    assert await disk.batched_remove([make_key("a")]) == 1
-    files.failing.clear()
-    if how == "remove":
-        assert await disk.batched_remove([make_key("a")]) == 1
-    else:
-        assert await disk.clear("default") == 1
-    assert list(tmp_path.rglob("*.kvr")) == []
-
-
 async def test_file_that_cannot_be_removed_does_not_stop_eviction(disk, files, clock, tmp_path):
     for name in range(NUM_SLOTS):
         assert await disk.batched_put([make_chunk(name)]) == [True]
@@ -128,34 +87,3 @@ async def test_read_error_drops_a_chunk_only_if_it_is_no_file(disk, files, code,
     files.failing = {"read": code}
     assert await get(disk, "a") == [reason]
     assert await disk.batched_contains([make_key("a")]) == [code == errno.EIO]
-
-
-async def test_real_limit_on_file_sizes_is_a_refused_write(disk, clock):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-    try:
-        assert await disk.batched_put([make_chunk("a")]) == [False]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    clock.now += MIN_PAUSE_S
-    assert await disk.batched_put([make_chunk("a")]) == [True]
-
-
-def test_pauses_double_up_to_a_bound_and_late_failures_do_not_count():
-    clock = Clock()
-    backoff = WriteBackoff(clock)
-    assert backoff.allows()
-    backoff.failed()
-    backoff.failed()
-    pause_s = MIN_PAUSE_S
-    for _ in range(10):
-        clock.now += pause_s - 0.01
-        assert not backoff.allows()
-        clock.now += 0.02
-        assert backoff.allows(), "one probe"
-        assert not backoff.allows(), "and only one"
-        backoff.failed()
-        pause_s = min(2 * pause_s, MAX_PAUSE_S)
-    backoff.succeeded()
-    assert backoff.allows()
-    assert backoff.allows()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import threading
 from pathlib import Path
 
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backoff import MIN_PAUSE_S
 
-from tests.fixtures.disk_tier import PATIENCE_S, Clock, file_of, fill, opened, put
+from tests.fixtures.disk_tier import Clock, file_of, opened, put
 from tests.suites.chunks import make_key
 
 
@@ -67,60 +65,4 @@ async def test_name_that_could_not_be_synced_is_synced_by_the_next_write(tmp_pat
     clock.now += MIN_PAUSE_S
     await put(disk, "a")
     assert tenant in files.calls
-    await disk.close()
-
-
-async def test_store_of_a_record_whose_name_is_not_synced_yet_syncs_it_itself(
-    tmp_path: Path,
-) -> None:
-    class FirstSyncHangs(RecordedSyncs):
-        def __init__(self) -> None:
-            super().__init__()
-            self.hangs, self.may_continue = threading.Event(), threading.Event()
-
-        def sync_directory(self, path: Path) -> None:
-            if path == shard and not self.hangs.is_set():
-                self.hangs.set()
-                assert self.may_continue.wait(PATIENCE_S)
-            super().sync_directory(path)
-
-    files, shard = FirstSyncHangs(), file_of(tmp_path, "a").parent
-    disk = await synced_tier(tmp_path, files)
-    first = asyncio.create_task(put(disk, "a"))
-    assert await asyncio.to_thread(files.hangs.wait, PATIENCE_S)
-    await put(disk, "a")
-    assert shard in files.calls, "reported as stored before its name was on the device"
-    files.may_continue.set()
-    await first
-    files.calls.clear()
-    await put(disk, "a")
-    assert not files.calls, "a synced name costs nothing more"
-    await disk.close()
-
-
-async def test_names_that_an_earlier_process_did_not_sync_are_synced(tmp_path: Path) -> None:
-    earlier = await opened(tmp_path / "root")
-    await put(earlier, "a")
-    await earlier.batched_remove([make_key("a")])
-    await earlier.close()
-    files = RecordedSyncs()
-    disk = await synced_tier(tmp_path / "root", files)
-    await put(disk, "a")
-    shard = file_of(tmp_path / "root", "a").parent
-    assert {shard, *shard.parents[:3]} <= set(files.calls)
-    await disk.close()
-
-
-async def test_record_of_an_earlier_process_is_synced_when_it_is_stored_again(
-    tmp_path: Path,
-) -> None:
-    shard = (await fill(tmp_path, "a"))["a"].parent
-    files = RecordedSyncs()
-    disk = await synced_tier(tmp_path, files)
-    await put(disk, "a")
-    assert files.calls[:2] == ["sync", shard]
-    files.calls.clear()
-    files.failing = {shard}
-    await put(disk, "a")
-    assert files.calls == []
     await disk.close()

@@ -78,14 +78,6 @@ async def test_age_survives_a_restart(disk, clock, removed, tmp_path):
     await again.close()
 
 
-async def test_writes_remove_expired_chunks(disk, clock, tmp_path):
-    await put(disk, *range(5))
-    clock.now += TTL_S
-    await put(disk, "new")
-    assert num_records(tmp_path) == 1
-    assert disk.stats()["expired_chunks"] == 5
-
-
 async def test_expired_file_that_cannot_be_removed_stays_charged(clock, removed, files, tmp_path):
     disk = await opened(tmp_path, clock, removed, files=files)
     await put(disk, "a", "b")
@@ -106,13 +98,6 @@ async def test_tenant_over_its_quota_evicts_its_own_chunks(disk, removed, tmp_pa
     assert num_held(disk, "mine") == QUOTA_SLOTS
     assert num_records(tmp_path / "mine") == QUOTA_SLOTS
     assert num_records(tmp_path / "default") == 5
-
-
-async def test_chunk_above_the_quota_is_refused_and_evicts_nothing(disk, removed):
-    await put(disk, 0, tenant="mine")
-    large = make_chunk("large", tenant="mine", payload=bytes(QUOTA_SLOTS * BLOCK_BYTES))
-    assert await disk.batched_put([large]) == [False]
-    assert (disk.stats()["quota_refused_chunks"], removed) == (1, [])
 
 
 @pytest.mark.parametrize(("tenant", "num_slots"), [("default", NUM_SLOTS), ("mine", QUOTA_SLOTS)])

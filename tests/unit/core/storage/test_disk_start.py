@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import os
-from concurrent.futures import Future
 
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import backend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
-from lmcache_core.storage.disk.pool import wait_all
 
 from tests.fixtures.disk_tier import TroubledFiles, fill, get, look_again, num_records, opened
 from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
-
-
-async def test_whole_records_are_served_again_for_their_tenant(tmp_path):
-    await fill(tmp_path, "a", "b", tenant="tenant ü/..")
-    disk = await opened(tmp_path)
-    assert await get(disk, "a", "b", tenant="tenant ü/..") == [make_payload("a"), make_payload("b")]
-    assert await get(disk, "a") == [MissReason.NEVER_STORED]
-    assert disk.stats()["used_bytes"] == 2 * BLOCK_BYTES
-    await disk.close()
 
 
 async def test_smaller_capacity_evicts_the_oldest_records(tmp_path):
@@ -238,27 +226,3 @@ async def test_nothing_counts_as_removed_while_the_directory_cannot_be_read(tmp_
     await look_again(disk)
     assert await disk.clear() == 1
     await disk.close()
-
-
-async def test_tier_can_be_closed_while_it_reads_its_directory(tmp_path, monkeypatch):
-    await fill(tmp_path, *range(3))
-    monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.0)
-    disk = await opened(tmp_path)
-    await disk.close()
-    again = await opened(tmp_path)
-    await again.clear()
-    await again.close()
-
-
-async def test_failure_after_the_wait_has_ended_is_not_reported_by_asyncio():
-    """The caller of `wait_all` reports it."""
-    reported = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
-    loading = Future()
-    await wait_all([loading], 0.0)
-    loading.set_exception(OSError(errno.EMFILE, "Too many open files"))
-    del loading
-    for _ in range(3):  # turns of the loop until its callbacks have run
-        await asyncio.sleep(0)
-    gc.collect()
-    assert reported == []

@@ -182,19 +182,6 @@ async def test_file_that_reads_wrong_in_changing_ways_stays(tier, tmp_path, aren
     await unsound.close()
 
 
-async def test_put_over_a_file_that_reads_wrong_once_does_not_remove_it(tier, tmp_path):
-    class Full(WrongOnce):
-        def create(self, path):
-            raise OSError(errno.ENOSPC, "full")
-
-    await tier.batched_put([make_chunk("a")])
-    make_old(record_of(tmp_path))
-    unsound = await opened(tmp_path, Full(30))
-    assert await unsound.batched_put([make_chunk("a")]) == [False]
-    await unsound.close()
-    assert await get(tier, "a") == [make_payload("a")]
-
-
 class BadSectors(DiskFiles):
     """Cannot read the payload of some files.
 
@@ -343,20 +330,6 @@ async def test_directory_that_is_not_mounted_is_unavailable_and_not_created(tmp_
     assert await tier.batched_put([make_chunk(1)]) == [True]
     assert await get(tier, 1) == [make_payload(1)]
     await tier.close()
-
-
-async def test_root_may_be_a_link_to_a_directory_but_not_a_file(tmp_path):
-    (tmp_path / "directory").mkdir()
-    (tmp_path / "file").write_bytes(b"mine")
-    (tmp_path / "link").symlink_to(tmp_path / "directory")
-    linked, wrong = await opened(tmp_path / "link"), await opened(tmp_path / "file")
-    assert await linked.batched_put([make_chunk("a")]) == [True]
-    assert await get(linked, "a", "never") == [make_payload("a"), MissReason.NEVER_STORED]
-    for call in (wrong.batched_put([make_chunk("a")]), wrong.batched_contains([make_key("a")])):
-        with pytest.raises(UnavailableError, match="Not a directory"):
-            await call
-    await linked.close()
-    await wrong.close()
 
 
 async def test_directory_that_hangs_is_unavailable_or_late_and_leaks_nothing(

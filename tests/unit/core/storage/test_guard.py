@@ -114,16 +114,6 @@ async def test_bypassed_tier_is_not_called(breaker: Guard, inner: Moody) -> None
     assert breaker.stats()["breaker_open"] == 1
 
 
-async def test_only_failures_in_a_row_count(breaker: Guard, inner: Moody) -> None:
-    for _ in range(10):
-        inner.error = UnavailableError("gone")
-        for _ in range(OPTIONS.num_failures - 1):
-            await breaker.batched_contains(KEYS)
-        inner.error = None
-        await breaker.batched_contains(KEYS)
-    assert not breaker.is_bypassed
-
-
 async def test_cool_downs_grow_to_their_cap_and_start_over_after_a_success(
     breaker: Guard, inner: Moody, clock: Clock
 ) -> None:
@@ -318,28 +308,6 @@ async def test_call_that_needs_no_device_does_not_end_the_bypass(clock: Clock, c
     inner.gate = None
     assert await breaker.batched_put([make_chunk("fresh")]) == [True], "the next put is the probe"
     assert not breaker.is_bypassed
-
-
-async def test_call_without_keys_is_no_probe(breaker: Guard, inner: Moody, clock: Clock) -> None:
-    await trip(breaker, inner)
-    clock.now += 1.01
-    inner.error, inner.results = None, []
-    num_calls = inner.num_calls
-    assert await breaker.batched_contains([]) == await breaker.batched_get([], plain) == []
-    assert (await breaker.batched_put([]), await breaker.batched_remove([])) == ([], 0)
-    assert (breaker.is_bypassed, inner.num_calls) == (True, num_calls)
-
-
-async def test_chunks_stored_by_a_hung_put_count_as_stored(clock: Clock) -> None:
-    class Partial(Knowing):
-        async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
-            self.names.add(chunks[0].key)
-            await asyncio.Event().wait()
-            raise AssertionError
-
-    breaker = Guard(Partial(), clock=clock)
-    assert await breaker.batched_put([make_chunk(1), make_chunk(2)]) == [True, False]
-    assert breaker.is_bypassed
 
 
 class Slow(Moody):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import threading
-from unittest import mock
 
 import pytest
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory import ArenaAllocator, MemoryAllocatorInterface, MemoryFormat
-from lmcache_core.record import Chunk, Miss, MissReason
+from lmcache_core.memory import ArenaAllocator
+from lmcache_core.record import Miss, MissReason
 from lmcache_core.storage import hot as hot_module
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import HeldChunk, LocalCPUBackend
 
-from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 SLOT_BYTES = 1024
 NUM_SLOTS = 8
@@ -55,22 +52,6 @@ def test_least_recently_used_chunk_is_evicted_and_contains_is_no_use(hot, remove
     assert hot.contains_many(keys[:2]) == [True, False]
 
 
-def test_allocation_above_the_capacity_evicts_nothing(hot, removed):
-    put(hot, "a")
-    assert hot.allocate(SLOT_BYTES * NUM_SLOTS + 1) is None
-    assert removed == []
-
-
-def test_tensor_allocation_has_its_shape_and_evicts_too(hot, removed):
-    for i in range(NUM_SLOTS):
-        put(hot, i)
-    memory = hot.allocate_tensor((2, 4, 16), "bfloat16", MemoryFormat.KV_BLOB)
-    assert memory.metadata.shape == (2, 4, 16)
-    assert memory.get_size() == 256
-    assert len(removed) == 1
-    memory.ref_count_down()
-
-
 def test_removed_chunk_keeps_its_memory_until_readers_release_it(hot, removed):
     key = put(hot, "a")
     [chunk] = hot.get_many([key])
@@ -105,67 +86,6 @@ async def test_removal_of_many_chunks_lets_other_tasks_run(
         assert await hot.evict(1 << 40) == NUM_SLOTS * SLOT_BYTES
     await looking
     assert {2, 4, 6} <= set(seen)
-
-
-async def test_eviction_on_request_frees_what_was_asked_except_referenced_chunks(hot, removed):
-    keys = [put(hot, i) for i in range(NUM_SLOTS)]
-    [held] = hot.get_many([keys[0]])
-    assert hot.evict_bytes(2 * SLOT_BYTES - 1) == 2 * SLOT_BYTES
-    assert await hot.evict(2 * SLOT_BYTES) == 2 * SLOT_BYTES
-    assert removed == keys[1:5]
-    assert hot.evict_bytes(SLOT_BYTES * NUM_SLOTS) == (NUM_SLOTS - 5) * SLOT_BYTES
-    assert held_keys(hot) == [keys[0]]
-    held.release()
-
-
-def test_unbounded_allocator_is_refused():
-    with pytest.raises(TypeError, match="bounded"):
-        LocalCPUBackend(mock.Mock(spec=MemoryAllocatorInterface), create_policy())
-
-
-async def test_close_empties_the_arena_without_reporting(hot, removed):
-    put(hot, "a")
-    await hot.close()
-    await hot.close()
-    assert hot.stats()["arena_used_bytes"] == 0
-    assert removed == []
-
-
-def test_threads_that_store_and_read_never_see_a_wrong_byte():
-    hot = LocalCPUBackend(ArenaAllocator.anonymous(SLOT_BYTES * NUM_SLOTS), create_policy())
-    names = range(3 * NUM_SLOTS)
-    keys, payloads = [make_key(i) for i in names], [make_payload(i) for i in names]
-    wrong: list[int] = []
-
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        for _ in range(400):
-            i = rng.randrange(len(names))
-            found = hot.get_many([keys[i], keys[i - 1]])
-            if found[0] is None:
-                memory = hot.allocate(len(payloads[i]))
-                if memory is not None:
-                    memory.byte_array[:] = payloads[i]
-                    made = make_chunk(i)
-                    hot.put_many([Chunk(made.key, made.header, made.head, memory, "test")])
-                    memory.ref_count_down()
-            for at, chunk in ((i, found[0]), (i - 1, found[1])):
-                if chunk is not None:
-                    if bytes(chunk.memory.byte_array) != payloads[at]:
-                        wrong.append(at)
-                    chunk.release()
-            if rng.random() < 0.05:
-                hot.remove_many([keys[i]])
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    hot.check_integrity()
-    assert hot.stats()["used_bytes"] == hot.stats()["arena_used_bytes"]
-    assert hot.stats()["evicted_chunks"] > 0
 
 
 def test_peek_reports_size_age_holders_and_loss():

@@ -126,11 +126,6 @@ async def test_number_of_questions_is_bounded() -> None:
     assert lookup.num_questions == MAX_QUESTIONS
 
 
-async def test_degraded_lookup_locates_nothing() -> None:
-    assert await located(ScriptedLookup({0}, degraded=True), KEYS) == [[] for _ in KEYS]
-    assert await located(ScriptedLookup(set()), []) == []
-
-
 GOLDEN = Path(__file__).parents[3] / "contract" / "golden" / "rendezvous.json"
 VECTORS: list[dict[str, Any]] = json.loads(GOLDEN.read_text(encoding="utf-8"))
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.storage import pin_board as module
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -87,15 +86,6 @@ async def test_pins_hold_half_of_the_memory_at_most(stack: TierStack, board: Pin
     board.close()
 
 
-async def test_pins_are_bounded_in_number(
-    stack: TierStack, board: PinBoard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_PINNED_CHUNKS", 2)
-    await put(stack, *range(3))
-    assert await board.pin([make_key(name) for name in range(3)], 10) == {make_key(2): PIN_BOUND}
-    board.close()
-
-
 async def test_pinning_again_extends_the_time_and_costs_nothing(
     stack: TierStack, board: PinBoard, clock: Clock
 ) -> None:
@@ -142,20 +132,3 @@ async def test_pin_follows_the_chunk_that_replaces_a_lossy_one(
     assert stack.hot.contains_many([lossy.key]) == [True]
     assert (len(board), board.num_bytes) == (1, SLOT_BYTES)
     board.close()
-
-
-async def test_closed_board_holds_and_pins_nothing(stack: TierStack, board: PinBoard) -> None:
-    await put(stack, "a", "b")
-    await board.pin([make_key("a")], 10)
-    board.close()
-    assert len(board) == 0
-    assert make_key("b") in await board.pin([make_key("b")], 10)
-    assert len(board) == 0
-
-
-async def test_unpinning_by_hash(stack: TierStack, board: PinBoard) -> None:
-    await put(stack, "a", "b", "c")
-    keys = [make_key(name) for name in "abc"]
-    await board.pin(keys, 10)
-    assert board.unpin_hashes(frozenset({keys[0].key.chunk_hash, "0" * 64})) == 1
-    assert board.unpin_hashes(None) == 2

@@ -15,7 +15,6 @@ from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.record import Allocate, Miss, MissReason, Result
 from lmcache_core.storage.guard import (
     MIN_OBSERVATIONS,
-    NUM_RECOVERED,
     PROBE_INTERVAL,
     Guard,
     GuardOptions,
@@ -56,33 +55,6 @@ async def learn(priced: Guard) -> None:
     """Make enough reads for latency and bandwidth to be known."""
     for num in (1, 4, 2, 8, 1, 4, 2, 8):
         await read(priced, num)
-
-
-async def test_part_of_a_long_read_that_fits_is_asked_for(priced: Guard, tier: Timed) -> None:
-    tier.s_per_chunk = 0.01
-    await learn(priced)
-    assert priced.num_worth(500, LIMIT_S) in (9, 10), (
-        "a chunk that comes just at the limit may be counted in or out"
-    )
-
-
-async def test_read_slower_than_computing_is_worth_nothing_whatever_the_limit(
-    priced: Guard, tier: Timed
-) -> None:
-    tier.s_per_chunk = 0.01
-    await learn(priced)
-    assert priced.num_worth(5, 10.0, recompute_s=0.005) == 0
-    assert priced.num_worth(5, 10.0, recompute_s=0.02) == 5
-    assert priced.num_worth(500, LIMIT_S, recompute_s=0.005) == 0, (
-        "nor is the part of it that would fit"
-    )
-
-
-async def test_latency_pays_off_for_many_chunks_only(priced: Guard, tier: Timed) -> None:
-    tier.latency_s, tier.s_per_chunk = 0.05, 0.001
-    await learn(priced)
-    assert priced.num_worth(2, 10.0, recompute_s=0.01) == 0
-    assert priced.num_worth(20, 10.0, recompute_s=0.01) == 20
 
 
 async def test_expensive_tier_is_probed_periodically(priced: Guard, tier: Timed) -> None:
@@ -153,19 +125,6 @@ async def test_reads_cancelled_past_their_limit_count(priced: Guard, tier: Timed
     assert priced.num_worth(4, LIMIT_S) == 0
 
 
-async def test_reads_cancelled_early_do_not_count(priced: Guard, tier: Timed) -> None:
-    tier.hangs = True
-    for limit_s in (None, LIMIT_S):
-        for _ in range(MIN_OBSERVATIONS):
-            reading = asyncio.create_task(read(priced, 4, limit_s=limit_s))
-            await asyncio.sleep(0)
-            tier.now += LIMIT_S / 2
-            reading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reading
-    assert priced.num_worth(4, 1e-9) == 4
-
-
 class Refusing(Timed):
     """Answers at once, with misses or an error."""
 
@@ -190,26 +149,7 @@ async def test_misses_and_errors_say_nothing_about_the_price(answer: MissReason 
     assert priced.num_worth(4, 1e-9) == 4
 
 
-async def test_answer_to_another_read_does_not_answer_a_probe(priced: Guard, tier: Timed) -> None:
-    tier.latency_s = 1.0
-    await learn(priced)
-    assert [priced.num_worth(3, LIMIT_S) for _ in range(PROBE_INTERVAL)][-1] == 3
-    await asyncio.create_task(read(priced, 2))  # underway when the probe began, and ended first
-    tier.is_empty = True
-    await read(priced, 3)
-    assert priced.num_worth(3, LIMIT_S) == 3, "the probe has learned no price"
-
-
 CHUNK_BYTES = 1_000_000
-
-
-def test_reads_of_one_size_are_never_considered_free() -> None:
-    """Latency and bandwidth are unknown: less costs as much, more costs in proportion."""
-    cost = ReadCost()
-    for _ in range(10):
-        cost.observe(4, 4 * CHUNK_BYTES, 0.008)
-    assert cost.expected_s(1) == cost.expected_s(4) == pytest.approx(0.008)
-    assert cost.expected_s(40) == pytest.approx(0.08)
 
 
 def test_expectation_is_never_negative_and_never_falls_with_size() -> None:
@@ -223,13 +163,3 @@ def test_expectation_is_never_negative_and_never_falls_with_size() -> None:
         known = [seconds for seconds in expected if seconds is not None]
         assert known == sorted(known)
         assert all(seconds >= 0 for seconds in known)
-
-
-@pytest.mark.parametrize(
-    ("num_chunks", "elapsed_s"), [(0, 0.001), (2, 1.0)], ids=["without a chunk", "not much cheaper"]
-)
-def test_some_cheaper_reads_are_no_recovery(num_chunks: int, elapsed_s: float) -> None:
-    cost = ReadCost()
-    for read_s in [2.0] * 30 + [elapsed_s] * 2 * NUM_RECOVERED:
-        cost.observe(num_chunks, num_chunks * CHUNK_BYTES, read_s)
-    assert cost.expected_s(2) is not None

@@ -11,7 +11,7 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.remote import redis as redis_tier
-from lmcache_core.storage.remote.redis import RedisBackend, SteadySentinels, encoded, exchange
+from lmcache_core.storage.remote.redis import RedisBackend, SteadySentinels
 from redis.exceptions import ConnectionError as LostConnectionError
 
 from tests.fixtures.redis_server import ScriptedRedis
@@ -67,19 +67,6 @@ async def test_connection_lost_before_any_answer_is_replaced_once():
                 await RedisBackend(server.client, 5.0).batched_put(chunks)
 
 
-async def test_client_library_can_use_the_connection_after_an_exchange():
-    """Its own commands work, and it learns that the connection has ended."""
-    async with ScriptedRedis([make_record(1), ScriptedRedis.LOST, b"value"]) as server:
-        backend = RedisBackend(server.client, 5.0)
-        [result] = await backend.batched_get([make_key(1)], Arena())
-        assert isinstance(result, Chunk)
-        assert await server.client.unlink("k") == 0
-        assert "closed" not in server.history
-        with pytest.raises(LostConnectionError):
-            await server.client.get("k")
-        assert await server.client.get("k") == b"value"
-
-
 @pytest.mark.parametrize("error", ["-LOADING Redis is loading", "-NOAUTH Authentication required."])
 async def test_server_that_refuses_everything_is_unavailable(error: str):
     async with ScriptedRedis([error] * 2) as server:
@@ -127,36 +114,6 @@ async def test_results_that_came_in_time_are_kept_and_the_connection_is_not_used
         assert results[2:] == [Miss(MissReason.DEADLINE)] * 2
         await until(lambda: server.history[-1] == "closed")
     arena.check_empty()
-
-
-async def test_value_that_stops_in_the_middle_releases_its_memory():
-    record = make_record(0, make_payload(0, 100_000))
-    begun = b"$%d\r\n%s" % (len(record), record[:50_000])
-    arena = Arena(1 << 20)
-    async with ScriptedRedis([begun.decode("latin-1"), never]) as server:
-        results = await RedisBackend(server.client, 60.0).batched_get(
-            [make_key(0)], arena, timeout_s=0.5
-        )
-    assert results == [Miss(MissReason.DEADLINE)]
-    arena.check_empty()
-
-
-async def test_second_cancellation_does_not_leak_the_connection():
-    async def read(i: int, replies: redis_tier.Replies) -> object:
-        return await replies.read()
-
-    async with ScriptedRedis(["+a", never]) as server:
-        asking = asyncio.ensure_future(
-            exchange(
-                server.client, [encoded("GET", "k")] * 2, lambda: 2, read, lambda i, answer: never()
-            )
-        )
-        await until(lambda: "answer" in server.history)
-        asking.cancel()
-        await asyncio.sleep(0)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
 
 
 MASTER = {

@@ -1,18 +1,17 @@
 """Remote tiers by the URL that configures them; every error of a client library leaves them as
-`UnavailableError`."""
+`UnavailableError`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 import redis.exceptions
-from lmcache_core.config import REMOTE_SCHEMES
 from lmcache_core.errors import (
     AuthenticationError,
     ConfigError,
@@ -92,25 +91,6 @@ def test_invalid_url_is_refused_and_shows_no_secret(url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("url", "ours"),
-    [
-        ("http://cache-storage:8080", "lm://host:port"),
-        ("https://cache-storage:8080", "lm+tls://host:port"),
-    ],
-)
-def test_refusal_of_a_rest_url_names_the_url_to_write(url: str, ours: str) -> None:
-    with pytest.raises(
-        ConfigError, match=re.escape(f"remote_url={url!r}: ") + f".* write {re.escape(ours)} of the"
-    ):
-        create_remote_backend(url)
-
-
-def test_every_scheme_of_the_registry_makes_a_tier() -> None:
-    for scheme in REMOTE_SCHEMES.values():
-        assert callable(importlib.import_module(scheme.module).create)
-
-
 def test_a_missing_client_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "lmcache_core.storage.remote.redis")
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
@@ -186,12 +166,3 @@ async def test_error_of_the_lm_client_is_an_unavailable_tier(error: LMCacheError
     for call in CALLS.values():
         with pytest.raises(UnavailableError):
             await call(LmBackend(Client()), Arena())  # type: ignore[arg-type]
-
-
-async def test_invalid_host_name_is_an_unavailable_tier() -> None:
-    for host in ("a..b", "x" * 64):
-        backend = create_remote_backend(f"lm://{host}:1")
-        for call in CALLS.values():
-            with pytest.raises(UnavailableError):
-                await call(backend, Arena())
-        await backend.close()

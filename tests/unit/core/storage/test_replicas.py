@@ -120,19 +120,6 @@ async def test_chunks_at_old_homes_are_found_when_servers_are_added() -> None:
         assert made.tier.stats()["found_elsewhere_chunks"] == num_elsewhere, "it is remembered"
 
 
-async def test_chunk_that_has_moved_is_found_again() -> None:
-    async with cluster("s-0", "s-1", "s-2") as made:
-        await made.put(KEYS)
-        for key in KEYS:
-            first, second, _ = ranked(made.stores, key.key.chunk_id())
-            made.stores[second].chunks[key] = made.stores[first].chunks.pop(key)
-        assert await made.got(KEYS) == payloads(KEYS)
-        for key in KEYS:
-            first, second, _ = ranked(made.stores, key.key.chunk_id())
-            made.stores[first].chunks[key] = made.stores[second].chunks.pop(key)
-        assert await made.got(KEYS) == payloads(KEYS)
-
-
 async def test_unavailable_server_costs_its_own_chunks_only() -> None:
     async with cluster("s-0", "s-1", "s-2") as made:
         await made.put(KEYS[:20])
@@ -216,28 +203,6 @@ async def test_hanging_server_costs_one_deadline_and_is_then_skipped_for_a_while
         made.stores["s-0"].gate.set()
         await asyncio.sleep(REST_INITIAL_S)  # real time: virtual
         assert await made.got(KEYS) == payloads(KEYS)
-
-
-async def test_tier_without_any_server_is_unavailable() -> None:
-    async with cluster() as made:
-        for call in (
-            made.tier.batched_contains(KEYS[:1]),
-            made.put(KEYS[:1]),
-            made.tier.batched_remove(KEYS[:1]),
-            made.got(KEYS[:1]),
-        ):
-            with pytest.raises(UnavailableError):
-                await call
-        await made.start("s-0")
-        assert await made.put(KEYS[:1]) == [True]
-
-
-async def test_two_addresses_of_one_server_are_one_server() -> None:
-    async with cluster("s-0") as made:
-        made.addresses["the same"] = ServerAddress("localhost", made.addresses["s-0"].port, "")
-        await made.members.refresh()
-        assert list(made.members.by_name()) == ["s-0"]
-        assert all(await made.put(KEYS))
 
 
 async def test_lookup_is_asked_before_further_servers() -> None:

@@ -155,18 +155,6 @@ async def test_prefix_read_returns_nothing_after_a_gap(stack: TierStack) -> None
     ]
 
 
-async def test_tiers_outside_the_search_range_are_not_asked(stack: TierStack) -> None:
-    await put(stack, "a")
-    await stack.drain(60.0)
-    assert await stack.batched_tiers([make_key("a"), make_key("b")]) == ["memory", None]
-    stack.hot.clear_now()
-    assert await stack.batched_tiers([make_key("a")], search_range=["memory"]) == [None]
-    assert await stack.batched_tiers([make_key("a")]) == ["disk"]
-    assert payloads(await stack.batched_get([make_key("a")], search_range=["memory"])) != [
-        make_payload("a")
-    ]
-
-
 async def test_hanging_tier_is_a_miss_at_the_deadline_and_an_unavailable_one_at_once(
     stack: TierStack, disk: Disk
 ) -> None:
@@ -205,20 +193,6 @@ async def test_waiting_writes_are_bounded_and_the_others_are_counted(
     assert not await stack.drain(0.05)
     await stack.close()
     assert not stack.is_writing, "a closed stack writes nothing more"
-
-
-async def test_slower_tiers_share_the_memory_of_waiting_writes(
-    arena: ArenaAllocator, tmp_path: Path
-) -> None:
-    disks = [Disk(tmp_path / name) for name in ("a", "b")]
-    disks[1].name = "OtherDisk"
-    for disk in disks:
-        disk.may_answer.clear()
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), disks)
-    await stack.open()
-    await put(stack, *[f"n{i}" for i in range(600)])
-    assert 0 < stack.num_pending_bytes <= ARENA_BYTES // 2
-    await stack.close()
 
 
 async def test_writes_that_need_no_device_let_other_tasks_run_between_batches(
@@ -270,22 +244,6 @@ async def test_chunk_on_disk_is_neither_encoded_nor_written_again(
     await stack.close()
 
 
-async def test_chunks_of_a_long_store_evicted_before_their_write_are_counted(
-    stack: TierStack, disk: Disk
-) -> None:
-    names = [f"n{i}" for i in range(600)]
-    disk.may_answer.clear()
-    assert all(await put(stack, *names))
-    stack.hot.clear_now()
-    disk.may_answer.set()
-    assert await stack.drain(60.0)
-    kept = await disk.batched_contains([make_key(name) for name in names])
-    num_kept = sum(kept)
-    assert 0 < num_kept < len(names)
-    assert kept == [True] * num_kept + [False] * (len(names) - num_kept), "a prefix"
-    assert stack.stats()["disk"]["dropped_writes"] == len(names) - num_kept
-
-
 async def test_chunk_removed_while_it_waits_by_name_is_not_written(
     stack: TierStack, disk: Disk
 ) -> None:
@@ -295,21 +253,6 @@ async def test_chunk_removed_while_it_waits_by_name_is_not_written(
     assert await stack.drain(60.0)
     assert held_keys(disk) == []
     assert stack.stats()["disk"]["dropped_writes"] == 0
-
-
-async def test_without_a_hot_tier_the_prefix_of_a_long_store_is_kept(
-    arena: ArenaAllocator, disk: Disk
-) -> None:
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
-    await stack.open()
-    sizes = [CHUNK_BYTES] * 400 + [100_000] * 3 + [CHUNK_BYTES] * 3
-    chunks = [make_chunk(i, payload=make_payload(i, size)) for i, size in enumerate(sizes)]
-    await stack.batched_put(chunks)
-    assert await stack.drain(60.0)
-    kept = await disk.batched_contains([chunk.key for chunk in chunks])
-    assert kept == sorted(kept, reverse=True), "nothing after the first that found no room"
-    assert not kept[-1]
-    await stack.close()
 
 
 async def test_without_a_hot_tier_chunks_only_pass_through_memory(
@@ -395,17 +338,6 @@ async def test_stack_is_writing_while_chunks_wait_by_name(
     assert stack.num_waiting_names == stack.num_pending_bytes == 0
     await stack.close()
     assert not stack.is_writing
-
-
-async def test_writing_continues_after_a_bug(
-    stack: TierStack, disk: Disk, caplog: pytest.LogCaptureFixture
-) -> None:
-    num_chunks = 3 * write_behind.BATCH_CHUNKS
-    disk.errors = iter([ZeroDivisionError()])
-    assert all(await put(stack, *(f"n{i}" for i in range(num_chunks))))
-    assert await stack.drain(60.0)
-    assert "periodic task" in caplog.text
-    assert len(disk.held()) == num_chunks - write_behind.BATCH_CHUNKS
 
 
 async def test_write_that_outlasts_the_removal_is_undone(stack: TierStack, disk: Disk) -> None:

@@ -99,34 +99,6 @@ async def world(*lower: Shelf, num_chunks: int = 64, keep_hot: bool = True) -> A
     allocator.check_integrity()
 
 
-async def test_missing_chunks_are_lifted_up_to_the_first_gap() -> None:
-    disk, remote = Shelf("disk"), Shelf("storage")
-    chain = chain_of(range(6))
-    names = names_of(keys_of_rank(chain, 0))
-    disk.held, remote.held = {names[1], names[3]}, {names[2], names[5]}
-    async with world(disk, remote) as w:
-        w.make_hot(names[:1])
-        assert w.stage("t", chain) == Staged(False, (b"\1\0\0\0\0\0",))
-        assert await w.settled("t") == Staged(True, (b"\1\2\4\2\0\0",))
-        assert w.stage("t", chain) == Staged(True, (b"\1\2\4\2\0\0",)), (
-            "the same question gets the same answer"
-        )
-        assert set(disk.num_read) == {names[1], names[3]}
-        assert set(remote.num_read) == {names[2]}, "nothing is read after the first gap"
-        assert all(w.stack.hot.contains_many(names[:4]))
-
-
-@pytest.mark.parametrize(("name", "code"), [("peers", 3), ("AnotherTier", 5)])
-async def test_code_of_a_chunk_is_that_of_its_slowest_tier(name: str, code: int) -> None:
-    shelf = Shelf(name)
-    chain = chain_of(range(2), world_size=2)
-    async with world(shelf) as w:
-        w.make_hot(names_of(keys_of_rank(chain, 0)))
-        shelf.held.update(names_of(keys_of_rank(chain, 1)))
-        w.stage("t", chain)
-        assert (await w.settled("t")).tiers == (bytes([code, code]),)
-
-
 async def test_chunk_that_would_find_no_room_is_not_read() -> None:
     shelf = Shelf()
     chain = chain_of(range(40))
@@ -139,14 +111,6 @@ async def test_chunk_that_would_find_no_room_is_not_read() -> None:
         assert w.stage("u", chain_of(range(10, 20))) == Staged(True, (bytes(10),)), (
             "the room is full: nothing is lifted"
         )
-
-
-async def test_ranks_are_held_together_or_not_at_all() -> None:
-    chain = chain_of(range(3), world_size=3)
-    async with world(num_chunks=10) as w:
-        w.make_hot(names_of(keys_by_chunk(chain)))
-        assert w.stage("t", chain).tiers == (b"\1\0\0",)
-        assert w.room.used_bytes == 3 * TAKEN_BYTES
 
 
 @pytest.mark.parametrize("when", ["expired", "staged"])
@@ -217,20 +181,6 @@ async def test_lift_ends_at_its_deadline_and_keeps_the_chunks_of_other_tiers(
         assert not w.staging.run(question).is_ready
         assert await w.settled("t") == Staged(True, (b"\2\2\0\0",))
         assert now() - began == pytest.approx(limit_s, abs=0.1)
-
-
-async def test_chunks_lifted_for_a_ticket_that_is_gone_stay_hot_and_are_not_held() -> None:
-    shelf = Gated()
-    chain = chain_of(range(3))
-    names = names_of(keys_of_rank(chain, 0))
-    shelf.held.update(names)
-    async with world(shelf) as w:
-        w.stage("t", chain)
-        await until(shelf.began.is_set)
-        w.staging.run(w.staging.unstage(["t"]))
-        shelf.may_continue.set()
-        await until(lambda: all(w.stack.hot.contains_many(names)))
-        assert w.room.used_bytes == 0
 
 
 async def test_cost_of_a_long_chain_is_that_of_its_held_part() -> None:

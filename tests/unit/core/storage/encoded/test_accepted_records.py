@@ -7,7 +7,7 @@ import logging
 import msgspec
 import pytest
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.record import Chunk, Miss, MissReason, TensorSpec, encode_head
+from lmcache_core.record import Chunk, Miss, MissReason, encode_head
 from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
@@ -16,7 +16,7 @@ from lmcache_core.storage.unusable import MAX_UNUSABLE_KEYS, NOTED_S, UnusableRe
 from tests.fixtures.codecs import ZlibCodec, codecs_of, decoded_from_lossy, encoded_by, seen_lossily
 from tests.fixtures.encoded_tier import DATA, content, got, inside, opened, put_inside
 from tests.fixtures.wire import Arena
-from tests.suites.chunks import held_keys, make_chunk, make_key
+from tests.suites.chunks import make_chunk, make_key
 
 
 async def test_lossy_record_stays_marked_when_decoded_and_written_again(
@@ -63,34 +63,6 @@ async def test_lossy_record_is_a_miss_where_lossless_is_configured(
         assert tier.stats()["refused_encodings"] == 3
 
 
-async def test_lossless_record_replaces_an_unusable_lossy_one(
-    tier: EncodedBackend, hot: LocalCPUBackend, lossy: ZlibCodec, arena: Arena
-) -> None:
-    keys = [make_key("a"), make_key("other")]
-    await hot.batched_put(
-        [encoded_by(lossy, make_chunk(name, payload=DATA)) for name in ("a", "other")]
-    )
-    assert await tier.batched_contains(keys) == [True, True], "not read yet"
-    assert await got(tier, arena, "a") == [MissReason.ENCODING]
-    assert await tier.batched_contains(keys) == [False, True]
-    assert await tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
-    assert await tier.batched_contains(keys) == [True, True]
-    assert await got(tier, arena, "a", "other") == [DATA, MissReason.ENCODING]
-    assert not inside(hot, "a").lossy
-
-
-async def test_lossy_chunk_is_refused_where_it_would_not_be_served(
-    tier: EncodedBackend, hot: LocalCPUBackend
-) -> None:
-    chunks = [
-        make_chunk("a", payload=DATA),
-        decoded_from_lossy(make_chunk("b", payload=DATA)),
-        make_chunk("c", payload=DATA),
-    ]
-    assert await tier.batched_put(chunks) == [True, False, True]
-    assert set(held_keys(hot)) == {make_key("a"), make_key("c")}
-
-
 async def test_server_that_answers_encoding_is_believed(
     hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
 ) -> None:
@@ -103,22 +75,6 @@ async def test_server_that_answers_encoding_is_believed(
         await inner.batched_put([make_chunk("a")])
         assert await got(tier, arena, "a") == [MissReason.ENCODING]
         assert await tier.batched_contains([make_key("a")]) == [False]
-
-
-@pytest.mark.parametrize(
-    ("shape", "reason"), [((1 << 33,), MissReason.CORRUPT), ((1 << 31,), MissReason.NO_MEMORY)]
-)
-async def test_sizes_are_checked_before_memory_is_allocated(
-    tier: EncodedBackend,
-    hot: LocalCPUBackend,
-    arena: Arena,
-    shape: tuple[int, ...],
-    reason: MissReason,
-) -> None:
-    made = encoded_by(ZlibCodec("flate"), make_chunk("bomb", payload=DATA))
-    spec = TensorSpec("", "uint8", shape, 0, made.memory.get_size())
-    assert await put_inside(hot, made, bytearray(made.memory.byte_array), (spec,))
-    assert await got(tier, arena, "bomb") == [reason]
 
 
 async def put_damaged(hot: LocalCPUBackend) -> None:
@@ -174,15 +130,6 @@ async def test_record_of_unknown_tables_counts_as_absent_and_is_replaceable(
     assert await lossy_tier.batched_contains([make_key("a")]) == [False]
     assert await lossy_tier.batched_remove([make_key("a")]) == 1
     assert await lossy_tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
-
-
-async def test_cleared_tier_forgets_unusable_records(
-    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
-) -> None:
-    await hot.batched_put([encoded_by(ZlibCodec("unknown"), make_chunk("a", payload=DATA))])
-    assert await got(tier, arena, "a") == [MissReason.ENCODING]
-    await tier.clear()
-    assert await tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
 
 
 def test_unusable_records_are_tried_again_after_a_while() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.record import Chunk, Miss, MissReason, decoded_header
+from lmcache_core.record import Chunk, MissReason, decoded_header
 from lmcache_core.serde.codec import GroupError, encoding_report
 from lmcache_core.storage import LocalCPUBackend, encoded
 from lmcache_core.storage.encoded import EncodedBackend
@@ -39,16 +39,6 @@ async def test_record_is_smaller_inside_and_its_payload_comes_back_bit_for_bit(
     assert result.header == chunk.header, "sealed, it is the record that was put"
     assert (result.key, result.tier) == (chunk.key, "memory")
     assert content(result) == DATA
-
-
-async def test_payload_that_would_not_shrink_stays_raw(
-    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
-) -> None:
-    chunk = make_chunk("noise")
-    assert await tier.batched_put([chunk]) == [True]
-    assert inside(hot, "noise") == chunk.header
-    assert await got(tier, arena, "noise") == [bytes(chunk.memory.byte_array)]
-    assert tier.stats()["unencoded_chunks"] == 1
 
 
 async def test_record_whose_head_grows_more_than_its_payload_shrinks_stays_raw(
@@ -121,14 +111,6 @@ async def test_part_of_the_deadline_is_reserved_for_decoding(
     await arena.until_empty()
 
 
-async def test_without_memory_for_the_decoded_payload_it_is_a_miss(tier: EncodedBackend) -> None:
-    await tier.batched_put([make_chunk("a", payload=DATA)])
-    small = Arena(len(DATA) // 2)
-    [result] = await tier.batched_get([make_key("a")], small)
-    assert result == Miss(MissReason.NO_MEMORY)
-    small.check_empty()
-
-
 async def test_raw_bytes_being_encoded_are_bounded(
     hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,32 +154,3 @@ async def test_bug_of_a_codec_is_raised_and_leaks_nothing(
             await tier.batched_get([make_key(name) for name in (0, "bad", 1)], arena)
         await arena.until_empty()
         assert await got(tier, arena, 0) == [DATA]
-
-
-async def test_decoded_chunks_are_sealed_on_request(
-    hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
-) -> None:
-    async with opened(EncodedBackend(hot, codecs_of(lossless), "flate", seals=True)) as tier:
-        await tier.batched_put([make_chunk("a", payload=DATA)])
-        [result] = await tier.batched_get([make_key("a")], arena)
-        assert isinstance(result, Chunk)
-        assert result.is_sealed
-        assert result.header == make_chunk("a", payload=DATA).header
-        result.release()
-
-
-async def test_figures(
-    hot: LocalCPUBackend, lossless: ZlibCodec, lossy: ZlibCodec, arena: Arena
-) -> None:
-    codecs = codecs_of(lossless, lossy)
-    async with opened(EncodedBackend(hot, codecs, "half")) as tier:
-        await tier.batched_put([make_chunk("a", payload=DATA), make_chunk("b", payload=DATA)])
-        await got(tier, arena, "a")
-        figures = tier.stats()
-    assert figures["num_chunks"] == 2
-    assert (figures["encoded_chunks"], figures["encoded_raw_bytes"]) == (2, 2 * len(DATA))
-    assert 0 < figures["encoded_bytes"] < len(DATA)
-    assert (figures["decoded_chunks"], figures["decoded_raw_bytes"]) == (1, len(DATA))
-    assert figures["decoded_bytes"] == figures["encoded_bytes"] // 2
-    assert (figures["worst_max_error_ppm"], figures["worst_rms_error_ppm"]) == (250_000, 125_000)
-    assert set(codecs.figures.errors()) == {"half"}

@@ -141,15 +141,6 @@ async def test_client_gets_what_it_accepts_encoded_where_it_can_decode(
     assert store.chunks[make_key("raw")].header.serde == "naive", "the stored record is unchanged"
 
 
-async def test_prefix_read_ends_at_a_chunk_that_the_client_does_not_accept(
-    door: EncodingStore, arena: Arena
-) -> None:
-    async with client_of(door, ONLY_LOSSLESS) as client:
-        results = await client.get([make_key(name) for name in NAMES[1:]], arena, prefix_only=True)
-        assert [_kind(result) for result in results][:2] == ["flate", REFUSED]
-        content(results[0])
-
-
 async def test_lossless_record_replaces_a_lossy_one_for_all_clients(
     door: EncodingStore, store: MemoryStore, arena: Arena
 ) -> None:
