@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.integrations.vllm import file_digests
-from lmcache_core.integrations.vllm import weights as module
 from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState
 from lmcache_core.integrations.vllm.weights import Adapters
@@ -17,11 +16,8 @@ from tests.fixtures.vllm_engine import Adapter, Request
 from tests.fixtures.vllm_engine.parts import (
     METADATA,
     PLAIN,
-    ScriptedStore,
     groups_of,
-    output_of,
     request_of,
-    scheduler_side,
 )
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, make_adapter
 
@@ -47,12 +43,6 @@ def request_with(adapter: Adapter, name: str) -> Request:
     request = request_of(name=name)
     request.lora_request = adapter
     return request
-
-
-def test_request_without_an_adapter(adapters: Adapters) -> None:
-    assert adapters.name_of(None) == ""
-    assert adapters.is_loaded(None, "")
-    assert adapters.is_unchanged(None)
 
 
 def test_adapters_are_named_by_name_and_content(adapters: Adapters, tmp_path: Path) -> None:
@@ -140,35 +130,6 @@ def test_adapter_whose_files_are_nowhere_has_no_name(
     assert f"adapter=a path={path}" in caplog.text
 
 
-def test_adapter_that_is_downloaded_later_is_named(
-    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert adapters.name_of(Adapter("a", "org/adapter")) is None
-    assert adapters.name_of(on_hub(monkeypatch, tmp_path, "org/adapter", "one")) is not None
-
-
-def test_adapter_in_the_users_folder_is_named(
-    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    here = Adapter("a", str(make_adapter(tmp_path, "one")), 2)
-    assert adapters.name_of(Adapter("a", "~/adapter")) == adapters.name_of(here) is not None
-
-
-def test_many_adapters_are_forgotten_not_confused(
-    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
-    many = [
-        Adapter(f"a{i}", str(make_adapter(tmp_path / str(i), f"weights {i}")), i + 1)
-        for i in range(5)
-    ]
-    first = [adapters.name_of(adapter) for adapter in many]
-    assert [adapters.name_of(adapter) for adapter in many] == first
-    assert len(set(first)) == 5
-
-
 def test_requests_of_an_adapter_that_is_replaced_meanwhile_lose_their_names(tmp_path: Path) -> None:
     """Another path under the same name, loaded in place: from then on vLLM computes with it for
     all requests of that number.
@@ -191,14 +152,3 @@ def test_requests_of_an_adapter_that_is_replaced_meanwhile_lose_their_names(tmp_
     for state in (other, plain):
         assert namer.name(state) is not None
         assert namer.check(state)
-
-
-def test_nothing_is_stored_once_the_files_of_an_adapter_have_changed(tmp_path: Path) -> None:
-    """They change before vLLM loads them in place; no request need have come since."""
-    adapter = Adapter("a", str(make_adapter(tmp_path, "one")))
-    side = scheduler_side(ScriptedStore([None]))
-    side.new_request(request_with(adapter, "r"))
-    (stored,) = side.plan_stores(output_of([("r", (list(range(1, 5)),), 0, 16)]), ())
-    assert stored.runs[0].num_chunks == 2
-    make_adapter(tmp_path, "two epochs")
-    assert side.plan_stores(output_of(again=[("r", (list(range(5, 9)),), 16, 16)]), ()) == ()

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport
-from lmcache_core.integrations.vllm.worker import RefusingWorker
 from lmcache_core.wire import messages as m
 
-from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
 from tests.fixtures.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 from tests.fixtures.vllm_engine import FULL, STATE, Shape
 from tests.fixtures.vllm_engine.memory import RankMemory
@@ -67,20 +65,6 @@ def step(worker: Any, plan: StepPlan) -> Any:
     worker.start_load_kv(None)
     worker.wait_for_save()
     return worker.get_transfer_results(set())
-
-
-def test_connector_is_found_under_the_name_of_the_package(module: ModuleType) -> None:
-    import lmcache_core.integrations.vllm as package
-
-    assert package.LMCacheConnector is module.LMCacheConnector
-    with pytest.raises(AttributeError, match="has no attribute 'Other'"):
-        _ = package.Other
-
-
-@pytest.mark.parametrize(("release", "has_groups"), [(NEW, True), (OLD, False)])
-def test_several_groups_need_a_report_of_failed_requests(release: str, has_groups: bool) -> None:
-    with imported_connector(release) as module:
-        assert issubclass(module.LMCacheConnector, module.base.SupportsHMA) is has_groups
 
 
 @pytest.mark.parametrize(
@@ -267,14 +251,6 @@ def test_engines_that_write_to_blocks_before_a_step_is_announced(
     config.model_config.enable_sleep_mode = True
     has_hook = hasattr(module.base.KVConnectorBase_V1, "unregister_kv_caches")
     assert module.overwrites_early(config, caches) is (is_early or not has_hook)
-
-
-def test_refusing_worker_names_bad_blocks_once() -> None:
-    worker = RefusingWorker(reports_blocks=True)
-    worker.begin_loads(StepPlan((Load("r", 0, 8, (ChunkRun(0, 0, bytes(32), (0, 6)),), True),)))
-    assert worker.take_received() == ({"r"}, {"r"})
-    assert worker.take_bad_blocks() == {6}
-    assert worker.take_bad_blocks() == set()
 
 
 def describing(request: m.Message) -> m.Message | None:

@@ -32,14 +32,6 @@ def group_of(group: GroupShape, **facts: Any) -> CacheGroup:
     return only
 
 
-def test_only_group_has_no_name() -> None:
-    group = group_of(FULL)
-    assert (group.number, group.index, group.name) == (0, 0, "")
-    assert (group.block_size, group.window) == (4, None)
-    assert group.layers == ("model.layers.0.attn", "model.layers.1.attn")
-    assert len(group.specs) == 2
-
-
 def test_several_groups_are_named_by_number_and_window() -> None:
     groups = cache_groups(config_of(FULL, window(6), local(8), STATE))
     assert [group.name for group in groups] == ["0:full", "1:window6", "2:local8", "3:state"]
@@ -52,16 +44,6 @@ def test_group_that_vllm_does_not_transfer_is_skipped() -> None:
     config.kv_cache_groups[0].enable_kv_transfer = False
     (group,) = cache_groups(config)
     assert (group.number, group.index, group.name) == (0, 1, "")
-
-
-def test_layers_of_a_group_may_differ() -> None:
-    config = config_of(FULL)
-    spec = config.kv_cache_groups[0].kv_cache_spec
-    other = type(spec)(**(vars(spec) | {"num_kv_heads": 8}))
-    by_layer = {"model.layers.0.attn": spec, "model.layers.1.attn": other}
-    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(kv_cache_specs=by_layer)
-    (group,) = cache_groups(config)
-    assert [spec.num_kv_heads for spec in group.specs] == [2, 8]
 
 
 def spec_named(name: str, **facts: Any) -> Any:

@@ -14,17 +14,18 @@ import pytest
 from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm import identity as module
 from lmcache_core.integrations.vllm.groups import cache_groups
-from lmcache_core.integrations.vllm.identity import KVIdentity, identity_of
+from lmcache_core.integrations.vllm.identity import KVIdentity, contents_fingerprint, identity_of
 from lmcache_core.integrations.vllm.options import read_options
-from lmcache_core.integrations.vllm.requests import RequestNamer
 from lmcache_core.token_database.hashing import identity_root
 
 from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
 from tests.fixtures.vllm_engine.shapes import kv_cache_config, settings, vllm_config
-from tests.fixtures.vllm_engine.worlds import embedded, make_adapter, make_model
+from tests.fixtures.vllm_engine.worlds import embedded, make_model
 from tests.releases import NEWEST_VLLM
 
 Change = Callable[[Any], None]
+
+
 PLAIN = Shape()
 
 
@@ -47,10 +48,6 @@ def root(of: KVIdentity) -> bytes:
     return identity_root(of.metadata, "")
 
 
-def request(**fields: Any) -> Any:
-    return SimpleNamespace(**({"lora_request": None, "cache_salt": None} | fields))
-
-
 def setting(path: str, value: object) -> Change:
     def change(config: Any) -> None:
         *way, name = path.split(".")
@@ -59,10 +56,6 @@ def setting(path: str, value: object) -> Change:
         setattr(config, name, value)
 
     return change
-
-
-def test_folder_of_the_weights_does_not_count(model: Path, tmp_path: Path) -> None:
-    assert identity(make_model(tmp_path / "elsewhere")) == identity(model)
 
 
 @pytest.mark.parametrize(
@@ -87,22 +80,6 @@ def test_settings_that_make_other_kv_give_other_names(
     model: Path, path: str, value: object
 ) -> None:
     assert root(identity(model, change=setting(path, value))) != root(identity(model))
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("cache_config.gpu_memory_utilization", 0.5),
-        ("model_config.max_model_len", 8192),
-        ("model_config.override_generation_config", {"temperature": 0.5}),
-        ("model_config.tokenizer", "/models/another/path"),
-        ("observability_config", settings("ObservabilityConfig", kv_cache_metrics=True)),
-        ("kv_events_config", settings("KVEventsConfig", publisher="zmq")),
-        ("instance_id", "a1b2"),
-    ],
-)
-def test_engines_that_compute_the_same_kv_share_it(model: Path, path: str, value: object) -> None:
-    assert root(identity(model, change=setting(path, value))) == root(identity(model))
 
 
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
@@ -148,13 +125,6 @@ def test_longest_prompt_counts_where_a_model_may_read_it(
     assert root(identity(model, change=changed)) != before
 
 
-def test_variables_of_vllm_count_unless_listed(model: Path) -> None:
-    plain = root(identity(model))
-    assert root(identity(model, variables={"VLLM_MARLIN_INPUT_DTYPE": "int8"})) != plain
-    assert root(identity(model, variables={"VLLM_OF_TOMORROW": "1"})) != plain
-    assert root(identity(model, variables={"VLLM_PORT": "tcp://10.0.0.1:80"})) == plain
-
-
 def test_setting_without_a_text_is_refused(model: Path) -> None:
     for value in (threading.Lock(), {"nested": [lambda: 1]}):
         with pytest.raises(LayoutError, match=r"vllm_config\.additional_config.* cannot be named"):
@@ -166,22 +136,6 @@ def test_setting_nested_without_end_is_refused(model: Path) -> None:
     endless.append(endless)
     with pytest.raises(LayoutError, match="nested more than"):
         identity(model, change=setting("additional_config", endless))
-
-
-def test_application_of_an_adapter_is_part_of_its_name(model: Path, tmp_path: Path) -> None:
-    adapter = make_adapter(tmp_path / "adapter", "one")
-    lora = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path=str(adapter), load_inplace=False)
-
-    def roots(**fields: Any) -> tuple[bytes | None, bytes | None]:
-        given = settings("LoRAConfig", **{"target_modules": None, "max_loras": 1} | fields)
-        namer = RequestNamer(identity(model, change=setting("lora_config", given)), 4)
-        namer.use_salt("")
-        return namer.root_of(request()), namer.root_of(request(lora_request=lora))
-
-    plain, adapted = roots()
-    assert roots(max_loras=4) == (plain, adapted)
-    assert roots(target_modules=["q_proj"])[0] == plain == roots(lora_dtype="float16")[0]
-    assert len({adapted, roots(target_modules=["q_proj"])[1], roots(lora_dtype="float16")[1]}) == 3
 
 
 def test_weights_of_drafts_count(model: Path, tmp_path: Path) -> None:
@@ -310,13 +264,6 @@ def test_replicas_may_be_on_several_nodes(model: Path) -> None:
     assert identity(model, change=change)
 
 
-def test_block_size_does_not_count_for_tokens(model: Path) -> None:
-    with_small, with_large = (
-        identity(model, Shape(block_size=size), layout="tokens") for size in (4, 8)
-    )
-    assert with_small.metadata.kv_shape == with_large.metadata.kv_shape
-
-
 def test_weights_that_lie_elsewhere_must_be_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(LayoutError, match=r'name them with "lmcache.revision"'):
@@ -394,3 +341,64 @@ def test_replicas_of_older_releases_are_derived(model: Path, shape: Shape, repli
         config, caches, cache_groups(caches), read_options(embedded(), "cpu"), "0.27.1", {}
     )
     assert (of.num_ranks, of.replicas) == (2 // replicas, replicas)
+
+
+def config(model: Path, prefix_caching: bool = True, **options: Any) -> SimpleNamespace:
+    """vLLM's, of a model that sees."""
+    seeing = SimpleNamespace(
+        model=str(model),
+        multimodal_config=SimpleNamespace(**{"mm_processor_cache_gb": 4, **options}),
+    )
+    return SimpleNamespace(
+        model_config=seeing, cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching)
+    )
+
+
+def test_model_of_text_has_no_fingerprint() -> None:
+    of_text = SimpleNamespace(
+        model_config=SimpleNamespace(model="m", multimodal_config=None), cache_config=None
+    )
+    assert contents_fingerprint(of_text) == ""
+    assert contents_fingerprint(SimpleNamespace(model_config=SimpleNamespace(model="m"))) == ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mm_processor_kwargs": {"max_pixels": 1000}},
+        {"media_io_kwargs": {"video": {"num_frames": 8}}},
+        {"mm_encoder_fp8_scale_path": "scales.json"},
+        {"video_pruning_rate": 0.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_the_processor_count(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert contents_fingerprint(config(tmp_path, **options)) != contents_fingerprint(
+        config(tmp_path)
+    )
+    assert contents_fingerprint(config(tmp_path, **options)) == contents_fingerprint(
+        config(tmp_path, **options)
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["preprocessor_config.json", "video_preprocessor_config.json", "scales.json"]
+)
+def test_files_of_the_processor_count(tmp_path: Path, name: str) -> None:
+    found = [contents_fingerprint(config(tmp_path))]
+    scales = {"mm_encoder_fp8_scale_path": str(tmp_path / name)} if name == "scales.json" else {}
+    for text in ("{}", '{"do_normalize": false}'):
+        (tmp_path / name).write_text(text)
+        found.append(contents_fingerprint(config(tmp_path, **scales)))
+    assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "cache_gb", "named"),
+    [(False, 0, False), (False, 0.0, False), (False, 4, True), (True, 0, True), (True, 4, True)],
+)
+def test_contents_that_vllm_only_numbers_have_no_name(
+    tmp_path: Path, prefix_caching: bool, cache_gb: float, named: bool
+) -> None:
+    found = contents_fingerprint(config(tmp_path, prefix_caching, mm_processor_cache_gb=cache_gb))
+    assert (found is not None) == named

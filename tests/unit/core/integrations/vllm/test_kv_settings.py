@@ -170,11 +170,6 @@ def test_every_setting_of_a_release_is_reviewed(release: str) -> None:
     assert unreviewed(found) == []
 
 
-def test_a_setting_that_nobody_reviewed_is_found() -> None:
-    found = Declared({"ModelConfig": ["seed", "new"], "New": ["one"]}, {}, ["VLLM_NEW"])
-    assert unreviewed(found) == ["ModelConfig.new", "New.one", "VLLM_NEW"]
-
-
 def test_the_lists_name_only_what_some_release_declares() -> None:
     releases = [recorded(release) for release in RELEASES]
     declared: dict[str, set[str]] = {}

@@ -12,7 +12,6 @@ from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.memory import (
-    BlockMemory,
     GroupMemory,
     attention_backends,
     memory_of,
@@ -81,15 +80,6 @@ def test_attention_backend_may_divide_blocks(mode: str, layout: str) -> None:
     is_same = divided.layout.fingerprint() == whole.layout.fingerprint()
     assert is_same == (mode == "tokens"), "the inside of a divided block is in another order"
     check(divided)
-
-
-def test_order_of_axes_counts_for_chunks_of_blocks_and_not_of_tokens() -> None:
-    def num_layouts(mode: str, *layouts: str) -> int:
-        memories = [memory_in(mode, registered(layout)) for layout in layouts]
-        return len({memory.layout.fingerprint() for memory in memories})
-
-    assert num_layouts("blocks", HND, NHD) == 2
-    assert num_layouts("tokens", HND, NHD, BLOCK_FIRST, KV_FIRST) == 1
 
 
 def test_layers_of_each_size_are_a_group_in_a_chunk() -> None:
@@ -180,29 +170,9 @@ def test_tensors_of_another_shape_are_refused(
         memory_in(mode, tensors)
 
 
-def test_missing_tensors_are_refused() -> None:
-    error = r"no KV tensor for model\.layers\.1\.attn"
-    with pytest.raises(LayoutError, match=error):
-        memory_in("tokens", {"model.layers.0.attn": torch.zeros(1)})
-
-
 def test_latent_is_recognised_by_its_spec_not_by_its_shape() -> None:
     (latent,), (full,) = groups_of(Shape((MLA,))), groups_of(Shape((FULL,)))
     tensors = {name: torch.zeros(NUM_BLOCKS, 1, 4, LATENT_SIZE) for name in latent.layers}
     assert memory_of(latent, tensors, NUM_BLOCKS, "tokens").layout.groups[0].sides == 1
     with pytest.raises(LayoutError):
         memory_of(full, tensors, NUM_BLOCKS, "tokens")
-
-
-def test_check_reads_and_writes_vllms_own_blocks() -> None:
-    tensors = registered(PACKED)
-    engine = memory_in("blocks", tensors).engine
-    assert isinstance(engine, BlockMemory)
-    assert engine.num_slots(0) == (NUM_BLOCKS, 1)
-    block = torch.arange(BLOCK_BYTES, dtype=torch.uint8).view(1, 1, -1)
-    engine.write(0, 1, 7, block)
-    assert torch.equal(engine.read(0, 1, 7), block)
-    first, second = tensors.values()
-    assert torch.equal(second[7].reshape(-1).view(torch.uint8), block.view(-1))
-    addresses = [view.data_ptr() for view in engine.block_memory(0, 7)]
-    assert addresses == [first[7].data_ptr(), second[7].data_ptr()]

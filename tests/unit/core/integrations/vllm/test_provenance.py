@@ -93,13 +93,6 @@ def num_stored(side: SchedulerSide, output: object, name: str) -> int:
     return sum(run.num_chunks for store in stores for run in store.runs if run.group == 0)
 
 
-def test_blocks_of_the_prefix_cache_that_this_engine_computed_are_stored() -> None:
-    """Their chunks may have left the sidecar since."""
-    side = nothing_stored()
-    compute_before(side)
-    assert step(side, request_of(name="second"), behind(24, 21), 24) == 5
-
-
 @pytest.mark.parametrize("num_known", [0, 5])
 def test_blocks_of_the_prefix_cache_of_unknown_origin_are_not_stored(
     num_known: int,
@@ -136,19 +129,6 @@ def test_kv_that_another_connector_loads_is_not_stored(is_async: bool, is_resume
     assert computed(side, loading, tables, 24, is_resumed) == 0
     assert step(side, request_of(name="behind"), behind(24, 21), 24) == 0
     assert step(side, request_of(name="in front"), behind(8, 61), 8) == 5, "two blocks are known"
-
-
-def test_others_are_stored_in_a_step_in_which_another_connector_loads() -> None:
-    side = nothing_stored()
-    loading, beside = request_of(name="loading"), request_of(name="beside")
-    for each in (loading, beside):
-        assert not side.num_matched(each, 0)[0]
-    tables = (TABLE,), (list(range(21, 32)),)
-    side.allocated(loading, tables[0], 0)
-    side.allocated(beside, tables[1], 0)
-    together = output_of([("loading", tables[0], 24, 19), ("beside", tables[1], 0, LENGTH)])
-    together.has_sync_kv_loads = True
-    assert [store.request_id for store in side.plan_stores(together, ())] == ["beside"]
 
 
 @pytest.mark.parametrize(
@@ -197,26 +177,6 @@ def test_only_blocks_before_the_failure_of_a_load_are_known(
     assert step(side, request_of(name="behind"), behind(shared, 21), shared) == stored
 
 
-def test_blocks_of_an_aborted_load_are_unknown() -> None:
-    side = scheduler_side(ScriptedStore([None, hot(3), hot(0)]))
-    compute_before(side)
-    request = request_of()
-    begin_load(side, request)
-    end(side, request)
-    side.step_done(None, ["r"])
-    assert step(side, request_of(name="behind"), behind(24, 21), 24) == 0
-
-
-def test_blocks_recomputed_after_a_failed_load_are_stored() -> None:
-    side = scheduler_side(ScriptedStore([hot(3), hot(0)]))
-    request = request_of()
-    begin_load(side, request)
-    side.step_done(WorkerReport(failed={"r": 8}), ["r"])
-    side.allocated(request, (TABLE,), 0)
-    assert computed(side, request, (TABLE,), 8) == 5
-    assert step(side, request_of(name="behind"), behind(40, 21), 40) == 5
-
-
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_request_may_begin_after_blocks_that_the_same_step_computes(is_resumed: bool) -> None:
     side = nothing_stored()
@@ -229,13 +189,6 @@ def test_request_may_begin_after_blocks_that_the_same_step_computes(is_resumed: 
     one, other = ("first", (TABLE,), 0, LENGTH), ("second", behind(24, 21), 24, 19)
     output = output_of([other], [one], ["first"]) if is_resumed else output_of([one, other])
     assert num_stored(side, output, "second") == 5
-
-
-def test_blocks_of_a_request_that_is_not_followed_are_unknown() -> None:
-    side = nothing_stored()
-    assert step(side, request_of(name="first"), (TABLE,)) == 5
-    side.plan_stores(output_of([("unseen", (TABLE,), 0, 24)]), ())
-    assert step(side, request_of(name="behind"), behind(24, 21), 24) == 0
 
 
 def test_new_blocks_of_a_running_request_are_known_if_its_others_are() -> None:

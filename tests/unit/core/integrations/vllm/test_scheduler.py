@@ -1,9 +1,10 @@
-"""The scheduler's side, called as vLLM's scheduler does."""
+"""The scheduler's side, called as vLLM's scheduler does: what it loads, and what it has stored."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from lmcache_core.integrations.vllm import scheduler as module
@@ -12,7 +13,7 @@ from lmcache_core.keys import ChunkChain
 from lmcache_core.record import Staged, StagedFrom
 
 from tests.fixtures.held_clock import HeldClock
-from tests.fixtures.vllm_engine import FULL, Shape, window
+from tests.fixtures.vllm_engine import FULL, STATE, Shape, window
 from tests.fixtures.vllm_engine.parts import (
     ScriptedStore,
     hot,
@@ -23,6 +24,8 @@ from tests.fixtures.vllm_engine.parts import (
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
 
 TABLE = (list(range(1, 12)),)
+
+
 EMPTY = output_of()
 
 
@@ -145,63 +148,6 @@ def test_old_offers_are_looked_up_again(clock: HeldClock, num_found: int, life: 
     assert store.given_back == ["r"]
 
 
-def test_absent_store_is_asked_again_when_the_answer_is_old(clock: HeldClock) -> None:
-    store = ScriptedStore([None, hot(5)])
-    side = scheduler_side(store)
-    request = request_of()
-    assert side.num_matched(request, 0) == (0, False)
-    clock.now_s += module.PARTIAL_OFFER_S + 0.01
-    assert side.num_matched(request, 0) == (40, True)
-
-
-def test_failed_load_is_not_offered_again_and_its_chunks_are_stored_again() -> None:
-    store = ScriptedStore([hot(5)])
-    side = scheduler_side(store)
-    request = request_of()
-    side.num_matched(request, 0)
-    side.allocated(request, TABLE, 40)
-    loads = side.plan_loads()
-    assert side.plan_stores(output_of([("r", TABLE, 40, 3)]), loads) == (), "stored already"
-    side.step_done(WorkerReport(failed={"r": 0}), ["r"])
-    assert store.given_back == ["r"]
-    assert side.num_matched(request, 0) == (0, False)
-    side.allocated(request, TABLE, 0)
-    (stored,) = side.plan_stores(output_of([("r", TABLE, 0, 43)]), ())
-    assert stored.runs[0].num_chunks == 5
-    assert side.num_matched(request_of(name="other"), 0)[0] == 40
-
-
-@pytest.mark.parametrize("num_calls", range(4), ids=["offered", "planned", "loading", "loaded"])
-def test_request_may_end_in_every_state(num_calls: int) -> None:
-    store = ScriptedStore([hot(5)])
-    side = scheduler_side(store)
-    request = request_of()
-    side.num_matched(request, 0)
-    if num_calls > 0:
-        side.allocated(request, TABLE, 40)
-    if num_calls > 1:
-        side.plan_loads()
-    if num_calls > 2:
-        side.step_done(None, ["r"])
-    side.finished(request)
-    assert side.plan_loads() == (), "its blocks belong to another request"
-    if num_calls in (1, 2):
-        assert store.given_back == [], "a worker may still read the staged chunks"
-        side.step_done(None, ["r"])
-    assert "r" in store.given_back
-    side.step_done(WorkerReport(failed={"r": 0}), ())
-
-
-def test_offer_that_vllm_does_not_want_is_given_back() -> None:
-    store = ScriptedStore([hot(5)])
-    side = scheduler_side(store)
-    request = request_of()
-    side.num_matched(request, 0)
-    side.allocated(request, TABLE, 0)
-    assert side.plan_loads() == ()
-    assert store.given_back == ["r"]
-
-
 @pytest.mark.parametrize(
     ("rate", "saving_s"), [(None, 40 / module.ASSUMED_TOKENS_PER_S), (80.0, 40 / 80)]
 )
@@ -272,3 +218,61 @@ def test_step_without_tokens_ends_no_other(clock: HeldClock) -> None:
     clock.now_s += 2.0
     side.step_done(WorkerReport(step=number), ())
     assert side.recompute_s == pytest.approx(CHUNK_SIZE / 200)
+
+
+STATES = Shape((FULL, STATE), block_size=8)
+
+
+def states_of(output: Any, *states: tuple[int, int]) -> Any:
+    """A step after which blocks of the second group hold the state after so many tokens."""
+    offered = {"r": [(1, block, num_tokens) for block, num_tokens in states]}
+    output.kv_connector_block_state = SimpleNamespace(boundary_state_offloads=offered)
+    return output
+
+
+def test_recurrent_state_is_stored_from_the_blocks_that_vllm_names() -> None:
+    side = scheduler_side(ScriptedStore([None]), STATES, save_decode_cache=True)
+    request = request_of(43)
+    side.new_request(request)
+    first = output_of([("r", ([1, 2], [0, 7]), 0, 16)])
+    (stored,) = side.plan_stores(states_of(first, (7, 16)), ())
+    assert [(run.group, run.first, run.block_ids) for run in stored.runs] == [
+        (0, 0, (1, 2)),
+        (1, 1, (7,)),
+    ]
+    # Inside a block, and in a block that is already used again
+    again = output_of(again=[("r", ([3, 4, 5], [0, 0, 9]), 16, 24)])
+    (stored,) = side.plan_stores(states_of(again, (8, 22), (9, 40)), ())
+    assert [(run.group, run.first, run.block_ids) for run in stored.runs] == [
+        (0, 2, (3, 4, 5)),
+        (1, 4, (9,)),
+    ]
+    assert side.stores.take_overwritten() == frozenset()
+    for token in range(8):
+        request.append(token)
+    last = output_of(again=[("r", ([6], [10]), 43, 8)])
+    assert side.plan_stores(states_of(last, (10, 48)), ()) == (), "behind the prompt"
+    assert side.stores.take_overwritten() == {"r"}, "the state after 16 tokens is gone"
+
+
+def test_nothing_is_stored_from_block_tables_that_may_be_wrong() -> None:
+    side = scheduler_side(ScriptedStore([None]))
+    side.new_request(request_of())
+    side.plan_stores(output_of([("r", ([1, 2],), 0, 7)]), ())
+    side.stores.lose_track()
+    assert side.plan_stores(output_of(again=[("r", ([3, 4],), 7, 9)]), ()) == ()
+    (stored,) = side.plan_stores(
+        output_of(again=[("r", ([5, 6, 7, 8],), 0, 16)], resumed=["r"]), ()
+    )
+    assert stored.runs[0].block_ids == (5, 6, 7, 8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_logged"),
+    [(Shape((window(4),)), True), (Shape((FULL, window(8))), False), (Shape(), False)],
+)
+def test_window_shorter_than_a_chunk_is_logged(
+    shape: Shape, is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler_side(ScriptedStore([None]), shape)
+    assert ("chunk_size=8 window=4" in caplog.text) == is_logged

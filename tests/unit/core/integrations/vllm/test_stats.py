@@ -1,12 +1,16 @@
-"""Figures for vLLM's log line and its Prometheus endpoint, and where a hit came from."""
+"""Figures for vLLM's log line and its Prometheus endpoint, and log lines among vLLM's."""
 
 from __future__ import annotations
 
 import importlib
+import io
+import logging
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
+from lmcache_core.integrations.vllm.logs import log_as
 from lmcache_core.record import StagedFrom
 from lmcache_core.telemetry import FAILED_CALLS_TOTAL, RETRIEVED_TOKENS_TOTAL
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -51,11 +55,6 @@ def test_figures_of_workers_are_added(module: ModuleType) -> None:
     assert stats(data={"a": 0}).is_empty()
     named = stats(data={RETRIEVED_TOKENS_TOTAL: 48, FAILED_CALLS_TOTAL: 0})
     assert named.reduce() == {"retrieved_tokens": 48}
-
-
-def test_figures_are_rebuilt_from_what_travelled(module: ModuleType) -> None:
-    assert module.LMCacheConnector.build_kv_connector_stats({"a": 1}).data == {"a": 1}
-    assert module.LMCacheConnector.build_kv_connector_stats().is_empty()
 
 
 def kinds_of(registry: CollectorRegistry) -> dict[Any, Any]:
@@ -109,3 +108,48 @@ def test_sources_of_hits_have_vllms_names() -> None:
         assert stats.hit_sources({}) == {}
     with imported_connector(OLD):
         assert importlib.import_module(NAME).HIT_SOURCE is None, "vLLM before 0.32 has none"
+
+
+def logger_of(
+    manager: logging.Manager,
+    name: str,
+    stream: io.StringIO | None = None,
+    level: int = logging.NOTSET,
+) -> logging.Logger:
+    logger = manager.getLogger(name)
+    logger.setLevel(level)
+    if stream is not None:
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s %(message)s"))
+        logger.addHandler(handler)
+    return logger
+
+
+@pytest.fixture
+def manager() -> logging.Manager:
+    """Loggers apart from those of this process."""
+    return logging.Manager(logging.RootLogger(logging.WARNING))
+
+
+@pytest.mark.parametrize(
+    ("level", "seen"), [(logging.INFO, "INFO ours.sidecar connected\n"), (logging.WARNING, "")]
+)
+def test_lines_go_where_those_of_vllm_go(manager: logging.Manager, level: int, seen: str) -> None:
+    stream = io.StringIO()
+    theirs, ours = logger_of(manager, "theirs", stream, level), logger_of(manager, "ours")
+    for _ in range(2):  # scheduler and worker in one process
+        log_as(theirs, ours)
+    manager.getLogger("ours.sidecar").info("connected")
+    manager.getLogger("ours.sidecar").debug("and so on")
+    assert stream.getvalue() == seen
+
+
+@pytest.mark.parametrize("configured", ["ours", "root"])
+def test_own_configuration_of_logs_stays(manager: logging.Manager, configured: str) -> None:
+    theirs = logger_of(manager, "theirs", io.StringIO(), logging.INFO)
+    ours = logger_of(manager, "ours", io.StringIO() if configured == "ours" else None)
+    if configured == "root":
+        manager.root.addHandler(logging.StreamHandler(io.StringIO()))
+    before = list(ours.handlers)
+    log_as(theirs, ours)
+    assert (ours.handlers, ours.level) == (before, logging.NOTSET)

@@ -26,7 +26,6 @@ from lmcache_core.integrations.vllm.worker import (
     WorkerSide,
 )
 from lmcache_core.memory import HostMemoryAllocator
-from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.telemetry import (
     FAILED_CALLS_TOTAL,
     STORED_CHUNKS_TOTAL,
@@ -281,13 +280,6 @@ def test_load_without_blocks_is_refused(
     assert caplog.text.count("block or chunk missing") == 5
 
 
-def test_step_is_reported_once_by_its_number(rank: Callable[..., Rank]) -> None:
-    """Without it the scheduler never learns how fast the engine computes."""
-    one = rank()
-    assert one.run(StepPlan(step=7))[3].step == 7
-    assert one.run(StepPlan())[3] is None
-
-
 def test_worker_without_copies_releases_held_requests_at_once() -> None:
     """Else vLLM would keep their blocks."""
     refusing = RefusingWorker(reports_blocks=True)
@@ -296,36 +288,9 @@ def test_worker_without_copies_releases_held_requests_at_once() -> None:
     assert refusing.take_sent() == set()
 
 
-def test_worker_takes_part_while_the_store_is_full(rank: Callable[..., Rank]) -> None:
-    class Full(RecordingStore):
-        def reserve(self, keys: Any, shapes: Any, dtype: str) -> list[NotLent]:
-            return [NotLent.NO_ROOM] * len(shapes)
-
-    here = rank(wrap=Full)
-    here.fill(BLOCKS)
-    here.run(storing())
-    assert here.run(storing())[3] is None
-
-
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> cuda_streams.Runtime:
     return cuda_streams.install(monkeypatch)
-
-
-@pytest.mark.parametrize("has_streams", [False, True])
-def test_memory_of_the_store_is_pinned_for_the_device_of_vllms_memory(
-    rank: Callable[..., Rank], request: pytest.FixtureRequest, has_streams: bool
-) -> None:
-    pinned_for = []
-
-    class Pinning(WrappedStore):
-        def pin_memory(self, device: torch.device) -> None:
-            pinned_for.append(device)
-
-    if has_streams:
-        request.getfixturevalue("runtime")
-    rank(wrap=Pinning)
-    assert pinned_for == [cuda_streams.DEVICE] * has_streams
 
 
 def test_load_waits_for_earlier_steps_and_not_for_its_own(

@@ -1,13 +1,16 @@
-"""Loads that run next to the engine's steps."""
+"""Loads and stores in threads: their bounds, and how long a step waits for them."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from lmcache_core.integrations.vllm import store_threads
 from lmcache_core.integrations.vllm import worker as module
-from lmcache_core.integrations.vllm.plan import Load
+from lmcache_core.integrations.vllm.plan import Load, Store
+from lmcache_core.integrations.vllm.store_threads import PendingStore, StoreThreads
 from lmcache_core.integrations.vllm.worker import LoadResult, LoadThread
 
 from tests.fixtures.waiting import wait_until
@@ -64,15 +67,6 @@ def successes(thread: LoadThread) -> dict[str, bool]:
     return {result.request_id: result.first_bad is None for result in thread.take_results()}
 
 
-def test_loads_run_one_after_the_other(made: Callable[..., LoadThread]) -> None:
-    thread = made()
-    for i in range(20):
-        thread.submit(load_of(str(i)))
-    assert thread.wait_for_all(PATIENCE_S)
-    assert [result.request_id for result in thread.take_results()] == [str(i) for i in range(20)]
-    assert thread.take_results() == []
-
-
 def test_loads_beyond_the_limit_are_refused(
     made: Callable[..., LoadThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,21 +101,6 @@ def test_close_lets_the_running_load_end_and_refuses_the_others(
     assert successes(thread) == {"hangs": True, "waits": False, "waits too": False}
 
 
-def test_load_that_does_not_end_is_logged(
-    made: Callable[..., LoadThread],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(module, "JOIN_S", 0.01)
-    gate = Gate()
-    thread = made(gate)
-    thread.submit(load_of("a"))
-    assert gate.has_begun.wait(PATIENCE_S)
-    thread.close()
-    gate.is_open.set()
-    assert "load did not end" in caplog.text
-
-
 def test_waiter_is_woken_by_the_first_result(made: Callable[..., LoadThread]) -> None:
     gate = Gate()
     thread = made(gate)
@@ -137,3 +116,71 @@ def test_waiter_is_woken_by_the_first_result(made: Callable[..., LoadThread]) ->
     assert not waiter.is_alive()
     thread.wait(PATIENCE_S)  # a result is there
     assert thread.take_results()[0].request_id == "a"
+
+
+class Stores:
+    """Store threads whose copies are launched when a gate opens.
+
+    Attributes:
+        given_up: Whether each store that has ended was given up.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self.gate = threading.Event()
+        self.given_up: list[bool] = []
+        self.threads = StoreThreads(self._begin, patience_s)
+        self.threads.open()
+
+    def submit(self, computed: Any = None) -> None:
+        assert self.threads.submit(PendingStore(Store("r", ()), 1, 0.0, computed))
+
+    def _begin(self, pending: PendingStore) -> Callable[[], None]:
+        assert self.gate.wait(PATIENCE_S)
+        self.threads.launched(pending, ())
+        return lambda: self.given_up.append(pending.is_given_up)
+
+
+class RunningStep:
+    """The end of a step on a device: the wait for it opens a gate.
+
+    Copies to memory that is not pinned are launched when the step has ended.
+    """
+
+    def __init__(self, gate: threading.Event) -> None:
+        self._gate = gate
+
+    def query(self) -> bool:
+        return self._gate.is_set()
+
+    def synchronize(self) -> None:
+        self._gate.set()
+
+
+def test_running_step_is_no_reason_to_give_up_its_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than a step waits for copies."""
+    stores = Stores(0.01)
+    stores.submit(RunningStep(stores.gate))
+    wait_for = threading.Condition.wait_for
+
+    def patient(condition: threading.Condition, predicate: Any, _: float | None = None) -> Any:
+        limit_s = PATIENCE_S if stores.gate.is_set() else 0.0
+        return wait_for(condition, predicate, limit_s)
+
+    monkeypatch.setattr(threading.Condition, "wait_for", patient)
+    stores.threads.before_overwriting({"r"})
+    assert not stores.threads.reads("r")
+    stores.threads.close()
+    assert stores.given_up == [False]
+
+
+def test_store_that_is_not_copied_when_threads_are_closed_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's memory may be gone by then."""
+    monkeypatch.setattr(store_threads, "JOIN_S", 0.01)
+    stores = Stores(0.01)
+    for _ in range(2):
+        stores.submit()
+    stores.threads.close()
+    stores.gate.set()
+    wait_until(lambda: stores.given_up == [True, True])
