@@ -20,7 +20,6 @@ from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.token_database import ChunkedTokenDatabase
 
 from tests.fixtures.kv import HIDDEN, NUM_LAYERS, make_config, make_metadata
-from tests.fixtures.sidecar import running_socket
 from tests.suites.kv_caches import make_kv_caches, one_group, same, snapshot
 
 HYBRID = KVLayout(
@@ -65,14 +64,6 @@ def test_a_layout_declared_wrongly_is_refused() -> None:
     ):
         engine.attach(pages, LogicalMemory(actual, pages))
     assert same(snapshot(pages), before)
-
-
-def test_an_engine_attaches_with_a_sidecar_and_while_it_is_absent(tmp_path: Path) -> None:
-    pages, connector = make_kv_caches(HYBRID, 3), PagedGPUConnector(HYBRID)
-    with running_socket(tmp_path) as running:
-        for socket in (running.path, tmp_path / "absent.sock"):
-            with engine_with(connector, socket=socket) as engine:
-                engine.attach(pages, LogicalMemory(HYBRID, pages))
 
 
 def test_a_connector_without_pages_has_nothing_to_check() -> None:

@@ -14,7 +14,6 @@ from lmcache_core.keys import CacheEngineKey
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.token_database import (
     ChunkedTokenDatabase,
-    MultimodalSpan,
     RadixTokenDatabase,
     TokenDatabase,
 )
@@ -58,14 +57,6 @@ def test_a_database_without_salt_is_refused_where_there_is_one() -> None:
         assert engine.lookup(TOKENS) == 0
     with pytest.raises(ConfigError, match="WholeSequences"):
         build_engine(allocator, database=WholeSequences(), salt="tenant-a").open()
-
-
-def test_a_database_without_spans_refuses_images() -> None:
-    with (
-        embedded_engine(database=WholeSequences(), error_handling=False) as cache,
-        pytest.raises(TypeError),
-    ):
-        cache.engine.lookup(TOKENS, spans=[MultimodalSpan(b"cat", 0, 4)])
 
 
 def test_an_engine_without_a_sidecar_needs_an_allocator() -> None:

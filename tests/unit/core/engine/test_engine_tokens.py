@@ -13,7 +13,7 @@ import torch
 from lmcache_core.engine import LMCacheEngine
 
 from tests.fixtures.embedded import embedded_engine
-from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
+from tests.fixtures.kv import CHUNK_SIZE, empty_kv
 from tests.fixtures.prompts import kv_of
 
 IDS = list(range(100, 100 + 2 * CHUNK_SIZE))
@@ -23,13 +23,6 @@ CALLS: dict[str, Callable[[LMCacheEngine, Any], object]] = {
     "retrieve": lambda engine, tokens: engine.retrieve(tokens, kvcaches=empty_kv(len(IDS))),
     "store": lambda engine, tokens: engine.store(tokens, kvcaches=kv_of(TOKENS)),
     "prefetch": lambda engine, tokens: engine.prefetch(tokens),
-}
-SAME: dict[str, Any] = {
-    **{dtype: np.array(IDS, dtype) for dtype in ("<i2", "<u4", ">i8", ">u8", "u1")},
-    "every second": np.array(IDS).repeat(2)[::2],
-    "read-only": np.frombuffer(np.array(IDS, np.uint16).tobytes(), np.uint16),
-    "list": IDS,
-    "torch.uint16": torch.tensor(IDS, dtype=torch.uint16),
 }
 OTHER: dict[str, Any] = {
     "negative": np.array([-1, *IDS[1:]], np.int16),
@@ -44,16 +37,6 @@ OTHER: dict[str, Any] = {
     "a generator": (token for token in IDS),
     "on no device": torch.empty(len(IDS), dtype=torch.int64, device="meta"),
 }
-
-
-@pytest.mark.parametrize("form", SAME)
-def test_integers_of_every_dtype_are_the_same_tokens(form: str) -> None:
-    with embedded_engine() as cache:
-        cache.engine.store(SAME[form], kvcaches=kv_of(TOKENS))
-        assert cache.engine.lookup(TOKENS) == cache.engine.lookup(SAME[form]) == len(IDS)
-        target = empty_kv(len(IDS))
-        assert cache.engine.retrieve(SAME[form], kvcaches=target).all()
-        assert_equal_prefix(target, kv_of(TOKENS), len(IDS))
 
 
 @pytest.mark.parametrize("handles_errors", [False, True])

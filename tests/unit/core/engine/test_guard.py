@@ -19,7 +19,6 @@ from lmcache_core.telemetry import FAILED_CALLS_TOTAL
 
 from tests.fixtures.embedded import Embedded, embedded_engine
 from tests.fixtures.kv import (
-    CHUNK_SIZE,
     HIDDEN,
     NUM_LAYERS,
     assert_equal_prefix,
@@ -189,23 +188,3 @@ def test_a_bug_of_a_tier_is_not_raised_as_a_wrong_argument(
             with pytest.raises(LMCacheError, match="no number") as raised:
                 cache.engine.lookup(TOKENS)
             assert not isinstance(raised.value, ValueError)
-
-
-@pytest.mark.parametrize("error_handling", [True, False])
-def test_a_put_that_fails_half_way_keeps_its_first_chunks(
-    error_handling: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with embedded_engine(error_handling=error_handling) as cache:
-        put = cache.manager.put
-
-        def fail(chunks: Any) -> list[bool]:
-            put(chunks[:2])
-            raise ConnectionError("half way")
-
-        monkeypatch.setattr(cache.manager, "put", fail)
-        try:
-            cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
-        except ConnectionError:
-            assert not error_handling
-        cache.check_nothing_held()
-        assert retrieve(cache) == 2 * CHUNK_SIZE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from lmcache_core.record import (
 )
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.storage.disk import DiskBackend
-from lmcache_core.storage.disk.layout import DiskLayout
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, RETRIEVED_CHUNKS_TOTAL
 
 from tests.fixtures.embedded import PATIENT, Embedded, build_engine, embedded_engine, until
@@ -34,7 +32,6 @@ patient_engine = functools.partial(embedded_engine, **PATIENT)
 TOKENS = tokens_of((0, 1, 0, 0))
 NUM_CHUNKS = 4
 SHAPE = (2, NUM_LAYERS, CHUNK_SIZE, HIDDEN)
-RAW = TensorSpec("", "float32", SHAPE, 0, CHUNK_BYTES)
 
 
 def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
@@ -55,10 +52,6 @@ def store(cache: Embedded, tokens: torch.Tensor = TOKENS) -> None:
     cache.engine.store(tokens, kvcaches=kv_of(tokens))
 
 
-def record_path(directory: Path, key: CacheEngineKey) -> Path:
-    return DiskLayout(directory).record(ChunkKey.of(DEFAULT_TENANT, key))
-
-
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_never_stored(tmp_path: Path, has_disk: bool) -> None:
     with patient_engine(tmp_path if has_disk else None) as cache:
@@ -73,15 +66,6 @@ def test_chunks_after_the_first_miss_are_missed_with_it_and_masked_ones_are_not(
         mask = torch.arange(len(TOKENS)) >= CHUNK_SIZE
         assert not cache.engine.retrieve(TOKENS, mask, kvcaches=empty_kv(len(TOKENS))).any()
         assert cache.misses() == {"never_stored": NUM_CHUNKS - 1}
-
-
-def test_evicted() -> None:
-    with patient_engine(num_chunks=6) as cache:
-        store(cache)
-        store(cache, tokens_of((1, 0, 0, 0)))
-        num = retrieve(cache)
-        assert num < NUM_CHUNKS
-        assert cache.misses() == {"evicted": NUM_CHUNKS - num}
 
 
 def put(cache: Embedded, key: CacheEngineKey, serde: str, spec: TensorSpec, **more: object) -> None:
@@ -119,44 +103,6 @@ def test_layout(serde: str, spec: TensorSpec) -> None:
         assert int(cache.engine.retrieve(TOKENS, kvcaches=target).sum()) == CHUNK_SIZE
         assert_equal_prefix(target, kv_of(TOKENS), CHUNK_SIZE)
         assert cache.misses() == {"layout": NUM_CHUNKS - 1}
-        cache.check_nothing_held()
-
-
-def test_a_chunk_decoded_from_a_lossy_record_is_served() -> None:
-    """The tier that it came from has allowed the loss: in memory it is raw KV like any."""
-    with patient_engine() as cache:
-        for key in cache.keys(TOKENS):
-            put(cache, key, "naive", RAW, lossy=True, profile="low@0123")
-        target = empty_kv(len(TOKENS))
-        assert cache.engine.retrieve(TOKENS, kvcaches=target).all()
-        assert all((side == 0).all() for layer in target for side in layer)
-
-
-def test_identity(tmp_path: Path) -> None:
-    """A file that holds the record of another chunk, whole and sound."""
-    with patient_engine(tmp_path) as cache:
-        store(cache)
-        cache.forget_hot()
-        keys = cache.keys(TOKENS)
-        shutil.copyfile(record_path(tmp_path, keys[2]), record_path(tmp_path, keys[1]))
-        assert retrieve(cache) == 1
-        assert cache.misses() == {"identity": NUM_CHUNKS - 1}
-        assert retrieve(cache) == 1
-        assert cache.misses() == {"identity": NUM_CHUNKS - 1, "never_stored": NUM_CHUNKS - 1}
-
-
-def test_corrupt_on_disk(tmp_path: Path) -> None:
-    with patient_engine(tmp_path) as cache:
-        store(cache)
-        cache.forget_hot()
-        path = record_path(tmp_path, cache.keys(TOKENS)[2])
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 0x40
-        path.write_bytes(data)
-        assert retrieve(cache) == 2
-        assert cache.misses() == {"corrupt": NUM_CHUNKS - 2}
-        store(cache)
-        assert retrieve(cache) == NUM_CHUNKS, "it is stored again"
         cache.check_nothing_held()
 
 

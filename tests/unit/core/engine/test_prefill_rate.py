@@ -32,18 +32,6 @@ def rate(clock: Clock) -> PrefillRate:
     return PrefillRate(clock=clock)
 
 
-def test_only_a_store_after_a_miss_is_measured(rate: PrefillRate, clock: Clock) -> None:
-    rate.missed("k")
-    clock.now += 0.5
-    rate.stored("other", 1000)
-    assert rate.tokens_per_s is None
-    rate.stored("k", 1000)
-    known = rate.tokens_per_s
-    clock.now += 7.0
-    rate.stored("k", 1000)
-    assert rate.tokens_per_s == known, "a miss counts once"
-
-
 def test_the_last_miss_of_a_chunk_counts(rate: PrefillRate, clock: Clock) -> None:
     """The first request may have been aborted."""
     rate.missed("k")

@@ -22,7 +22,6 @@ from lmcache_core.storage.disk import DiskFiles
 from lmcache_core.telemetry import (
     RETRIEVED_TOKENS_TOTAL,
     STORED_CHUNKS_TOTAL,
-    UNSTORED_CHUNKS_TOTAL,
 )
 
 from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, until
@@ -116,14 +115,6 @@ def test_a_call_for_no_tokens_does_nothing(cache: Embedded) -> None:
     assert cache.misses() == {}
 
 
-def test_a_store_without_room_for_all_chunks_keeps_the_first() -> None:
-    with embedded_engine(num_chunks=3) as cache:
-        store(cache)
-        assert cache.engine.counters.value(STORED_CHUNKS_TOTAL) == 3
-        assert cache.engine.counters.value(UNSTORED_CHUNKS_TOTAL) == 1
-        assert retrieve(cache) == 3 * CHUNK_SIZE
-
-
 class Gate:
     """Files are written once they may."""
 
@@ -146,17 +137,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(DiskFiles, "write", gated)
     yield made
     made.may_write.set()
-
-
-def test_store_does_not_wait_for_slow_tiers_and_close_does(tmp_path: Path, gate: Gate) -> None:
-    with embedded_engine(tmp_path, close_drain_s=PATIENCE_S, **PATIENT) as cache:
-        store(cache)
-        assert retrieve(cache) == len(TOKENS), "chunks are hot at once"
-        assert gate.num_written == 0
-        gate.may_write.set()
-    assert gate.num_written == NUM_CHUNKS
-    with embedded_engine(tmp_path, **PATIENT) as cache:
-        assert retrieve(cache) == len(TOKENS)
 
 
 @pytest.mark.parametrize("close_drain_s", [0.0, 0.2])
