@@ -1,4 +1,5 @@
-"""Streams of channels, against the coder written down once more. Any stream under any table:
+"""The documented functions that encode KV into streams of channels: against the coder written down
+once more, and what they refuse. Any stream under any table:
 `tests/property/test_cachegen_streams.py`.
 """
 
@@ -10,14 +11,95 @@ import torch
 from lmcache_core.documented.cachegen.quantization import channel_distributions
 from lmcache_core.errors import LayoutError, SerdeError
 from lmcache_core.serde.cachegen import (
+    CacheGenConfig,
     CacheGenGPUBytestream,
+    CacheGenGPUEncoderOutput,
     collect_bytes,
     decode_chunk,
+    decode_function_gpu,
+    encode_function,
     encode_ntokens,
     recombine_bytes,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def kv_of(layers: int, tokens: int, heads: int, size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(layers * 1000 + tokens)
+    drawn = torch.randn(layers, 2, tokens, heads, size, generator=generator)
+    return (drawn * 4).bfloat16().to(DEVICE)
+
+
+def encode(
+    kv: torch.Tensor, chunk_size: int, config: CacheGenConfig | None = None
+) -> CacheGenGPUEncoderOutput:
+    config = config or CacheGenConfig.for_num_layers(kv.shape[0])
+    return encode_function(
+        kv,
+        config,
+        torch.tensor(config.bins_of_keys()),
+        torch.tensor(config.bins_of_values()),
+        chunk_size,
+    )
+
+
+def test_an_output_has_a_row_for_each_token() -> None:
+    """Layers of the keys, then of the values."""
+    kv = kv_of(3, 9, 2, 2)
+    made, output = encode(kv, 4), torch.full((9, 24), 0xA5, dtype=torch.uint8, device=DEVICE)
+    sides = decode_function_gpu(made.cdf, made.data_chunks, 3, 4, output)
+    assert [(side.dtype, side.shape) for side in sides] == [(torch.float32, (3, 9, 4))] * 2
+    rows = torch.cat(sides).permute(1, 0, 2).reshape(9, 24)
+    assert torch.equal(output, rows.to(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("kv", "chunk_size", "message"),
+    [
+        (torch.ones(2, 3, 3, 1, 4), 4, "num_heads, head_size"),
+        (torch.ones(2, 2, 3, 1, 0), 4, "no channels"),
+        (torch.ones(2, 2, 3, 1, 4, dtype=torch.int32), 4, "cannot be quantised"),
+        (torch.ones(2, 2, 3, 1, 4), 0, "at least 1"),
+        (torch.ones(3, 2, 3, 1, 4), 4, r"for_num_layers\(3\)"),
+    ],
+)
+def test_unusable_kv_is_refused(kv: torch.Tensor, chunk_size: int, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        encode(kv, chunk_size, CacheGenConfig.for_num_layers(2))
+
+
+MADE = encode(kv_of(2, 9, 1, 3), 4)
+
+
+CHUNKS = list(MADE.data_chunks)
+
+
+EMPTY = CacheGenGPUBytestream(CHUNKS[0].bytestream, CHUNKS[0].bytestream_lengths, -1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunk_size": 3},
+        {"layers_in_key": 1},
+        {"output": torch.zeros(8, 12, dtype=torch.uint8)},
+        {"output": torch.zeros(9, 24, dtype=torch.uint8)[:, ::2]},
+        {"output": torch.zeros(9, 12)},
+        {"data_chunks": CHUNKS[:-1]},
+        {"data_chunks": [*CHUNKS, EMPTY]},
+    ],
+)
+def test_decoding_checks_what_it_is_given(change) -> None:
+    given = {
+        "cdf": MADE.cdf,
+        "data_chunks": CHUNKS,
+        "layers_in_key": 2,
+        "chunk_size": 4,
+        "output": torch.zeros(9, 12, dtype=torch.uint8),
+    }
+    with pytest.raises((LayoutError, SerdeError), match=r"chunk|give"):
+        decode_function_gpu(**(given | change))
 
 
 def tables(*rows: list[int]) -> torch.Tensor:
@@ -88,21 +170,6 @@ def test_every_stream_is_that_of_the_reference(bins: int) -> None:
     assert torch.equal(decoded(cdf, stream, lengths, 50), symbols)
 
 
-def test_nothing_is_written_outside_a_buffer() -> None:
-    symbols, cdf = example(layers=1, tokens=64, channels=2)
-    around = torch.full((1, 2, 400), 0xA5, dtype=torch.uint8)
-    inner = around[:, :, 50:350]
-    lengths = torch.zeros(1, 2, dtype=torch.int32)
-    stream = encode_ntokens(cdf.cpu(), symbols.cpu(), inner, lengths)
-    assert (around[:, :, :50] == 0xA5).all()
-    assert (around[:, :, 350:] == 0xA5).all()
-    assert torch.equal(torch.cat([inner[0, i, : lengths[0, i]] for i in range(2)]), stream)
-    with pytest.raises(SerdeError, match="too short"):
-        encode_ntokens(cdf.cpu(), symbols.cpu(), around[:, :, 50:60], lengths)
-    assert (around[:, :, :50] == 0xA5).all()
-    assert (around[:, :, 350:] == 0xA5).all()
-
-
 def test_a_symbol_without_a_probability_is_refused() -> None:
     with pytest.raises(SerdeError, match=r"layer 0, channel 1.*beyond the last"):
         encoded(
@@ -110,21 +177,6 @@ def test_a_symbol_without_a_probability_is_refused() -> None:
         )
     with pytest.raises(SerdeError, match=r"layer 0, channel 0.*does not rise"):
         encoded(tables([0, 5, 5, 9]), torch.tensor([[[1]]], dtype=torch.int8, device=DEVICE))
-
-
-def test_collecting_and_recombining() -> None:
-    buffer = torch.arange(24, dtype=torch.uint8, device=DEVICE).reshape(2, 3, 4)
-    lengths = torch.tensor([[0, 4, 1], [2, 0, 3]], dtype=torch.int32, device=DEVICE)
-    collected = collect_bytes(buffer, lengths)
-    assert collected.tolist() == [4, 5, 6, 7, 8, 12, 13, 20, 21, 22]
-    assert recombine_bytes(collected, lengths).tolist() == [
-        [[0] * 4, [4, 5, 6, 7], [8, 0, 0, 0]],
-        [[12, 13, 0, 0], [0] * 4, [20, 21, 22, 0]],
-    ]
-    nothing = torch.zeros(2, 3, dtype=torch.int32)
-    assert collect_bytes(buffer, nothing).tolist() == []
-    assert recombine_bytes(torch.empty(0, dtype=torch.uint8), nothing).shape == (2, 3, 0)
-    assert recombine_bytes(torch.empty(0, dtype=torch.uint8), nothing[:0]).shape == (0, 3, 0)
 
 
 @pytest.mark.parametrize("lengths", [[[5, 0]], [[-1, 4]]])
@@ -146,24 +198,6 @@ def test_lengths_that_do_not_add_up_are_refused(lengths: list[list[int]]) -> Non
             torch.tensor(lengths, dtype=torch.int32),
             1,
         )
-
-
-def test_recombining_is_bounded() -> None:
-    lengths = torch.zeros(1 << 10, 1 << 10, dtype=torch.int32)
-    lengths[5, 5] = 1 << 20
-    with pytest.raises(SerdeError, match="are more than"):
-        recombine_bytes(torch.zeros(1 << 20, dtype=torch.uint8), lengths)
-
-
-def test_a_chunk_of_another_number_of_tokens_is_refused() -> None:
-    symbols, cdf = example(tokens=9)
-    stream, lengths = encoded(cdf, symbols)
-    with pytest.raises(SerdeError, match="9 tokens, a buffer for 8"):
-        decode_chunk(
-            cdf, CacheGenGPUBytestream(stream, lengths, 9), torch.zeros(3, 8, 5, dtype=torch.uint8)
-        )
-    with pytest.raises(SerdeError, match="damaged"):
-        decoded(cdf, stream, lengths, 8)
 
 
 def test_tensors_of_other_shapes_or_dtypes_are_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from concurrent.futures import Future
 
@@ -14,12 +13,10 @@ from lmcache_core.documented.disk import LocalDiskBackend
 from lmcache_core.errors import UnavailableError
 from lmcache_core.memory import ArenaAllocator, MemoryFormat
 from lmcache_core.record import Chunk, Miss, MissReason
-from lmcache_core.storage.disk import DiskFiles, backend
+from lmcache_core.storage.disk import DiskFiles
 from lmcache_core.storage.disk.layout import DiskLayout
-from lmcache_core.storage.eviction import TierLimits
 
 from tests.fixtures.waiting import until
-from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 SHAPE = (2, 3, 16, 24)
@@ -96,31 +93,6 @@ async def test_a_chunk_keeps_its_shape_and_dtype(disk, arena):
         assert got.get_memory_format() is MemoryFormat.KV_BLOB
 
 
-async def test_both_faces_show_the_same_chunks(disk, arena):
-    def allocate(num_bytes):
-        return arena.allocate((num_bytes,), None)
-
-    await disk.batched_put([make_chunk("a")])
-    with await asyncio.to_thread(disk.get_blocking, make_key("a")) as got:
-        assert bytes(got.byte_array) == make_payload("a")
-        assert got.get_memory_format() is MemoryFormat.BINARY
-    kv = make_kv(arena)
-    assert await disk.async_save_bytes_to_disk(KEY, kv)
-    assert await disk.batched_contains([make_key("kv")]) == [True]
-    assert [
-        payload_of(result) for result in await disk.batched_get([make_key("kv")], allocate)
-    ] == [bytes(kv.byte_array)]
-    kv.ref_count_down()
-
-
-async def test_tenants_are_apart(disk, arena):
-    kv = make_kv(arena)
-    assert await disk.async_save_bytes_to_disk(make_key("kv", tenant="acme"), kv)
-    kv.ref_count_down()
-    assert not disk.contains(KEY)
-    assert disk.contains(make_key("kv", tenant="acme"))
-
-
 async def test_a_put_holds_its_memory_until_it_is_written_and_is_accepted_once(disk, arena, files):
     files.may_write.clear()
     kv = make_kv(arena)
@@ -186,30 +158,6 @@ async def test_every_way_of_loading_gives_the_caller_a_reference(disk, arena):
     kv.ref_count_down()
 
 
-async def test_a_damaged_file_is_a_miss_and_so_is_a_lack_of_memory(disk, arena, tmp_path):
-    kv = make_kv(arena)
-    assert await disk.async_save_bytes_to_disk(KEY, kv)
-    rest = arena.allocate((arena.capacity_bytes - arena.used_bytes,), None)
-    assert disk.load_disk(KEY) == Miss(MissReason.NO_MEMORY)
-    rest.ref_count_down()
-    [path] = tmp_path.rglob("*.kvr")
-    record = bytearray(path.read_bytes())
-    record[-1] ^= 1
-    path.write_bytes(record)
-    assert disk.get_blocking(KEY) is None
-    assert not disk.contains(KEY)
-    kv.ref_count_down()
-
-
-async def test_a_removed_chunk_is_gone_with_its_file(disk, arena, tmp_path):
-    kv = make_kv(arena)
-    assert await disk.async_save_bytes_to_disk(KEY, kv)
-    kv.ref_count_down()
-    assert await asyncio.to_thread(disk.remove, KEY) is True
-    assert list(tmp_path.rglob("*.kvr")) == []
-    assert disk.get_blocking(KEY) is None
-
-
 async def test_the_record_of_another_process_is_served_once_its_key_is_inserted(disk, tmp_path):
     chunk = make_chunk("a")
     path = DiskLayout(tmp_path).record(chunk.key)
@@ -226,33 +174,6 @@ async def test_the_record_of_another_process_is_served_once_its_key_is_inserted(
     with disk.get_blocking(chunk.key) as got:
         assert bytes(got.byte_array) == make_payload("a")
     assert disk.stats()["used_bytes"] == 4096
-
-
-async def test_a_removed_file_that_stayed_is_charged_once_when_its_key_is_inserted_again(
-    disk, files, monkeypatch
-):
-    def refuse(path):
-        raise OSError(30, "Read-only file system")
-
-    await disk.batched_put([make_chunk("a")])
-    monkeypatch.setattr(files, "unlink", refuse)
-    assert disk.remove(make_key("a"))
-    monkeypatch.undo()
-    assert disk.insert_key(make_key("a"))
-    assert disk.stats()["used_bytes"] == 4096
-    assert disk.stats()["quarantined_files"] == 0
-
-
-async def test_a_record_that_does_not_fit_is_not_inserted(tmp_path):
-    disk = LocalDiskBackend(tmp_path, 4096)
-    await disk.open()
-    large = make_chunk("large", payload=bytes(8192))
-    path = DiskLayout(tmp_path).record(large.key)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(large.head + bytes(8192))
-    assert disk.insert_key(large.key) is False
-    await disk.close()
-    disk.check_integrity()
 
 
 async def test_a_disk_that_hangs_costs_a_bounded_wait_and_no_memory(
@@ -308,55 +229,3 @@ async def test_a_tier_that_is_closed_says_so_and_gives_back_what_waited(tmp_path
     ):
         with pytest.raises(UnavailableError):
             call(KEY)
-
-
-async def test_without_an_allocator_chunks_are_read_into_plain_bytes(tmp_path):
-    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
-    await disk.open()
-    await disk.batched_put([make_chunk("a")])
-    with disk.get_blocking(make_key("a")) as got:
-        assert bytes(got.byte_array) == make_payload("a")
-    await disk.close()
-
-
-async def test_an_expired_file_is_not_inserted(tmp_path):
-    now = 1e9
-    disk = LocalDiskBackend(
-        tmp_path, CAPACITY_BYTES, limits=TierLimits(ttl_s=60.0), clock=lambda: now
-    )
-    await disk.open()
-    assert await disk.batched_put([make_chunk("a")]) == [True]
-    [path] = tmp_path.rglob("*.kvr")
-    record = path.read_bytes()
-    assert disk.remove(make_key("a"))
-    path.write_bytes(record)
-    os.utime(path, (now - 60.0, now - 60.0))
-    assert disk.insert_key(make_key("a")) is False
-    assert not disk.contains(make_key("a"))
-    assert await disk.batched_put([make_chunk("b")]) == [True]
-    assert len(list(tmp_path.rglob("*.kvr"))) == 1, "the next write removes it"
-    await disk.close()
-
-
-async def test_a_chunk_removed_while_the_directory_is_read_is_gone(tmp_path, monkeypatch):
-    disk = LocalDiskBackend(tmp_path, CAPACITY_BYTES)
-    await disk.open()
-    assert await disk.batched_put([make_chunk("a")]) == [True]
-    await disk.close()
-    may_list = threading.Event()
-
-    class Slow(DiskFiles):
-        def list_directory(self, path):
-            assert may_list.wait(60)
-            return super().list_directory(path)
-
-    monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.01)
-    again = LocalDiskBackend(tmp_path, CAPACITY_BYTES, files=Slow())
-    await again.open()
-    removing = asyncio.ensure_future(asyncio.to_thread(again.remove, make_key("a")))
-    await asyncio.sleep(0)
-    may_list.set()
-    assert await removing is True
-    await again.wait_loaded()
-    assert not again.held()
-    await again.close()

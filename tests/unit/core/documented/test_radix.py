@@ -7,10 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from lmcache_core.documented import radix
 from lmcache_core.token_database import (
-    ChunkedTokenDatabase,
     MultimodalSpan,
     RadixTokenDatabase,
 )
@@ -60,13 +58,6 @@ def test_known_chunks_are_not_hashed_again(database, num_hashed):
     assert num_hashed() == 3
 
 
-def test_masked_chunks_become_known(database, num_hashed):
-    named(database, range(12), torch.arange(12) >= 8)
-    assert num_hashed() == 3
-    named(database, range(12))
-    assert num_hashed() == 0
-
-
 def test_spans_are_part_of_what_is_known(database, num_hashed):
     named(database, range(12))
     num_hashed()
@@ -76,16 +67,6 @@ def test_spans_are_part_of_what_is_known(database, num_hashed):
     assert num_hashed() == 0
     named(database, range(12), spans=[MultimodalSpan(b"dog", 5, 2)])
     assert num_hashed() == 2
-
-
-def test_another_salt_is_another_tree(database, num_hashed):
-    named(database, range(12))
-    database.use_salt("tenant-a")
-    num_hashed()
-    assert named(database, range(12)) == named(
-        ChunkedTokenDatabase(make_config("tenant-a"), METADATA), range(12)
-    )
-    assert num_hashed() == 3
 
 
 def test_a_full_tree_is_started_over(num_hashed):
