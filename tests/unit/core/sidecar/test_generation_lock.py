@@ -32,15 +32,6 @@ def connected(sidecar: ScriptedSidecar) -> SidecarConnection:
     return connection
 
 
-def test_lock_is_held_as_long_as_a_connection(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
-    first, second = connected(sidecar), connected(sidecar)
-    assert not is_over(tmp_path, GENERATION)
-    first.close()
-    assert not is_over(tmp_path, GENERATION)
-    second.close()
-    assert is_over(tmp_path, GENERATION)
-
-
 @pytest.mark.parametrize("is_late", [False, True], ids=["closed", "timed out"])
 def test_lock_and_socket_outlive_a_connection_while_memory_is_used(
     sidecar: ScriptedSidecar, tmp_path: Path, is_late: bool

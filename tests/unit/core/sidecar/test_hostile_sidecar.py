@@ -104,14 +104,6 @@ def test_missing_socket_is_an_empty_cache_and_logged_with_the_fix(
     assert "set sidecar_socket to the socket that it names in its log" in caplog.text
 
 
-def test_good_answers_are_believed(tmp_path: Path) -> None:
-    with (
-        scripted_sidecar(tmp_path, script(LOAD=loaded)) as sidecar,
-        engine_at(sidecar.path) as engine,
-    ):
-        assert use(engine) == len(TOKENS)
-
-
 @pytest.mark.parametrize(
     "answers",
     [

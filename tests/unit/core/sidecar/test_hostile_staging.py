@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_core.record import Staged
-from lmcache_core.sidecar import SidecarChunkStore, link
-from lmcache_core.sidecar.store import STEP_SHARE
+from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 
@@ -22,7 +19,6 @@ from tests.fixtures.waiting import wait_until
 
 TIMEOUT_S = 60.0
 CHAINS = [chain_of(range(3)), chain_of(range(2), world_size=2)]
-GOOD = m.Promise(True, (b"\1\1\0", b"\2\2"))
 
 
 @contextlib.contextmanager
@@ -49,15 +45,6 @@ def store_at(
             store.close()
 
 
-def test_good_answer_is_believed(tmp_path: Path) -> None:
-    """Also one with a tier of a later version."""
-    tiers = (b"\1\x63\0", b"\2\2")
-    with store_at(tmp_path, m.Promise(True, tiers)) as (store, sidecar):
-        assert store.stage("t", CHAINS, is_prefix=False, recompute_s=0.5) == Staged(True, tiers)
-        runs = tuple(enumerate(chain.hashes for chain in CHAINS))
-        assert sidecar.requests[-1] == m.Stage("t", runs, False, int(TIMEOUT_S * 1000), 500_000)
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -76,38 +63,6 @@ def test_impossible_answer_ends_the_connection(tmp_path: Path, answer: Answer) -
     with store_at(tmp_path, answer) as (store, sidecar):
         assert store.stage("t", CHAINS) is None
         wait_until(lambda: sidecar.num_ended == 1)
-
-
-def test_silence_costs_one_question_a_deadline_and_the_next_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next attempt to connect waits for a multiple of that deadline."""
-    monkeypatch.setattr(link, "WAIT_PER_COST", 1e6)
-    monkeypatch.setattr(link, "MAX_WAIT_AFTER_SLOW_S", 1e6)
-    wait, waits = threading.Event.wait, list[float]()
-
-    def noted(event: threading.Event, timeout_s: float | None = None) -> bool:
-        if threading.current_thread().name == "lmcache-sidecar-link":
-            waits.append(timeout_s or 0.0)
-        return wait(event, timeout_s)
-
-    with store_at(tmp_path, b"", timeout_s=1.0) as (store, sidecar):
-        monkeypatch.setattr(threading.Event, "wait", noted)
-        for _ in range(100):
-            assert store.stage("t", CHAINS) is None
-            store.unstage(["t"])
-        asked = [request.frame_type.name for request in sidecar.requests]
-        assert asked == ["HELLO", "STAGE"]
-        wait_until(lambda: waits)
-        assert waits[0] >= 1e6 / STEP_SHARE
-
-
-def test_silence_after_unstage_is_not_waited_for(tmp_path: Path) -> None:
-    with store_at(tmp_path, b"") as (store, sidecar):
-        store.unstage(["t"] * (m.MAX_NAMES + 1))
-        store.unstage(["t"])
-        wait_until(lambda: len(sidecar.requests) == 4)
-        assert sidecar.num_ended == 0, "an answer was awaited for its whole deadline"
 
 
 def test_long_question_is_cut_to_one_message(tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar import connection as connection_module
-from lmcache_core.sidecar.connection import MAX_UNANSWERED, QUICK_S, Question, SidecarConnection
+from lmcache_core.sidecar.connection import MAX_UNANSWERED, QUICK_S, SidecarConnection
 from lmcache_core.sidecar.store import CALL_MARGIN_S
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
@@ -23,7 +22,6 @@ from tests.fixtures.chains import chain_of, keys_by_chunk
 from tests.fixtures.frames import HELLO
 from tests.fixtures.held_clock import HeldClock
 from tests.fixtures.scripted_sidecar import (
-    UNHURRIED_S,
     Answer,
     ScriptedSidecar,
     scripted_sidecar,
@@ -178,41 +176,6 @@ def test_hanging_sidecar_is_given_up_although_nothing_more_can_be_sent(
         wait_until(is_given_up)
 
 
-def test_full_socket_is_noticed_although_its_questions_were_dropped(tmp_path: Path) -> None:
-    """Their answers are no longer fetched. Later requests must not wait for room in the socket."""
-    with held(tmp_path) as (store, sidecar, _):
-        for number in range(MAX_UNANSWERED + 1):
-            store.unstage([f"t{number}"])
-        wait_until(lambda: not store.stage("t", CHAINS, wait_s=0.0) and not store.is_worth(0.0))
-        assert store.is_worth(MUCH_S), "an answer may only not have been read"
-        assert "STAGE" not in asked(sidecar)
-
-
-def test_probe_that_could_not_be_sent_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread has its turn. The sidecar is as late as before, and is probed again."""
-    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
-        sidecar.script = script = Held(sidecar)
-        with connected(sidecar) as connection, ThreadPoolExecutor(1) as pool:
-            probe, probes = connection.probe, list[float]()
-
-            def counted() -> float:
-                took_s = probe()
-                probes.append(took_s)
-                return took_s
-
-            monkeypatch.setattr(connection, "probe", counted)
-            answer = pool.submit(connection.call, m.Lookup([], (), 1), m.ContainsOk)
-            wait_until(lambda: asked(sidecar) == ["HELLO", "LOOKUP"])
-            connection.wasted(2 * UNHURRIED_S)
-            wait_until(lambda: len(probes) > 1)
-            assert not connection.is_worth(0.0), "nothing has been answered"
-            script.go.set()
-            assert answer.result(PATIENCE_S) == m.ContainsOk([True])
-            wait_until(lambda: connection.is_worth(0.0))
-
-
 def test_ticket_is_given_back_before_it_is_asked_for_again(tmp_path: Path) -> None:
     """Also to a late sidecar, to which it is not sent at once."""
     with held(tmp_path) as (store, sidecar, go):
@@ -231,14 +194,6 @@ def test_ticket_is_given_back_before_it_is_asked_for_again(tmp_path: Path) -> No
         store.unstage(["t"])
         wait_until(lambda: is_good(store, "t"))
         assert asked(sidecar) == ["HELLO", *["STAGE", "DONE"] * 2, "STAGE"]
-
-
-def test_other_chains_under_a_ticket_are_another_question(tmp_path: Path) -> None:
-    with held(tmp_path) as (store, sidecar, go):
-        for chain in (chain_of(range(2)), *CHAINS):
-            assert store.stage("t", [chain], wait_s=0.0, saving_s=MUCH_S) == UNKNOWN
-        go.set()
-        wait_until(lambda: asked(sidecar).count("STAGE") == 2)
 
 
 def test_unanswered_requests_are_bounded_and_nothing_waits_for_them(tmp_path: Path) -> None:
@@ -267,29 +222,6 @@ def test_sidecar_that_ends_while_many_answers_are_missing_is_noticed(tmp_path: P
         wait_until(lambda: store.unstage(["t"]) or sidecar.num_connections > 1)
 
 
-def test_answer_may_come_in_pieces(tmp_path: Path) -> None:
-    polls: list[bool] = []
-
-    def is_whole() -> bool:
-        polls.append(is_good(store, "t"))
-        return polls[-1]
-
-    with held(tmp_path) as (store, sidecar, _):
-
-        def script(request: m.Message) -> Answer:
-            if not isinstance(request, m.Stage):
-                return m.Pong()
-            pieces = m.build_frame(sidecar.last_id, m.Promise(*GOOD))
-            for at in range(len(pieces) - 1):
-                sidecar.send(pieces[at : at + 1])
-                wait_for_more(polls)
-            return pieces[-1:]
-
-        sidecar.script = script
-        wait_until(is_whole)
-        assert asked(sidecar) == ["HELLO", "STAGE"]
-
-
 def test_wait_in_vain_is_followed_by_a_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: HeldClock
 ) -> None:
@@ -315,100 +247,3 @@ def test_wait_in_vain_is_followed_by_a_rest(
         connection.took(1.0)
         connection.join()
         assert len(probes) == num_probes, "a closed connection is probed"
-
-
-def test_rest_may_begin_during_a_probe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: HeldClock
-) -> None:
-    """The probe waits for the same answer as the caller, whose patience ends first."""
-    monkeypatch.setattr(connection_module, "PROBE_S", 0.01)
-    is_probing, may_answer = threading.Event(), threading.Event()
-    probes: list[bool] = []
-
-    def probe() -> float:
-        probes.append(True)
-        is_probing.set()
-        assert may_answer.wait(PATIENCE_S)
-        return 0.0
-
-    with (
-        scripted_sidecar(tmp_path, lambda request: None, QUICK_S) as sidecar,
-        connected(sidecar) as connection,
-    ):
-        monkeypatch.setattr(connection, "probe", probe)
-        connection.took(2 * QUICK_S)
-        assert is_probing.wait(PATIENCE_S)
-        connection.wasted(0.02)
-        may_answer.set()
-        wait_until(lambda: len(probes) > 2)
-        assert not connection.is_worth(0.0)
-        clock.now_s += 0.5
-        wait_until(lambda: connection.is_worth(0.0))
-
-
-def test_very_late_answer_is_not_held_against_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine's own start may have held up the thread that waited for it."""
-    monkeypatch.setattr(connection_module, "PROBE_S", MUCH_S)
-    answers = iter([MUCH_S, 0.0])
-    with (
-        scripted_sidecar(tmp_path, lambda request: None, QUICK_S) as sidecar,
-        connected(sidecar) as connection,
-    ):
-        monkeypatch.setattr(connection, "probe", lambda: next(answers))
-        connection.took(2 * QUICK_S)
-        wait_until(lambda: connection.is_worth(0.0))
-
-
-def test_answer_is_timed_when_it_arrives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: HeldClock
-) -> None:
-    """Another thread may read it along with its own; the probing thread looks later."""
-    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
-        sidecar.script = script = Held(sidecar)
-        script.go.set()
-        with connected(sidecar) as connection:
-            await_answer = connection.await_answer
-
-            def noticed_late(question: Question[m.Pong], timeout_s: float) -> m.Pong | None:
-                answer = await_answer(question, timeout_s)
-                clock.now_s += 1.0
-                return answer
-
-            monkeypatch.setattr(connection, "await_answer", noticed_late)
-            assert connection.probe() == 0.0
-
-
-def test_error_names_the_request_and_its_deadline(tmp_path: Path) -> None:
-    with scripted_sidecar(tmp_path, lambda request: b"") as sidecar:
-        connection = SidecarConnection(sidecar.path, HELLO, 0.1)
-        with pytest.raises(UnavailableError, match=r"no answer to HELLO within 0.1 s"):
-            connection.open()
-    assert not connection.is_open
-
-
-def test_connection_is_measured_when_it_is_made(tmp_path: Path, clock: HeldClock) -> None:
-    """Also by a client that has nothing to describe; and a probe finds the connection."""
-    may_answer = threading.Event()
-    with scripted_sidecar(tmp_path, lambda request: None, QUICK_S) as sidecar:
-
-        def script(request: m.Message) -> Answer:
-            if isinstance(request, m.Hello):
-                clock.now_s += 0.1
-                return sidecar.welcome()
-            may_answer.wait(PATIENCE_S)
-            return m.Pong()
-
-        sidecar.script = script
-        store = SidecarChunkStore(sidecar.path, HELLO, PATIENCE_S, Counters())
-        store.open(lambda salt: None)
-        try:
-            wait_until(lambda: m.Ping() in sidecar.requests)
-            assert not store.is_worth(0.0)
-            assert store.is_worth(MUCH_S)
-            may_answer.set()
-            wait_until(lambda: store.is_worth(0.0))
-        finally:
-            may_answer.set()
-            store.close()

@@ -143,11 +143,3 @@ def test_process_without_threads_tries_again(tmp_path: Path) -> None:
                 connection.give_up("the sidecar is gone")
         finally:
             link.close()
-
-
-def test_link_without_a_thread_closes(tmp_path: Path) -> None:
-    link = SidecarLink(tmp_path / "s.sock", HELLO, PATIENCE_S, lambda connection: None)
-    with without_threads():
-        link.open()
-        assert link.connection is None
-        link.close()

@@ -100,15 +100,6 @@ def test_copies_use_pinned_memory_both_ways(tmp_path: Path, runtime: Runtime) ->
     assert not runtime.registered, "unused memory is still pinned"
 
 
-def test_refused_memory_stays_pageable_and_works(tmp_path: Path, runtime: Runtime) -> None:
-    runtime.fails_at = 2
-    with running_socket(tmp_path, ARENA_BYTES) as sidecar, store_at(sidecar.path) as store:
-        store.pin_memory(DEVICE)
-        assert (runtime.registered, runtime.pending) == ({}, 0)
-        put(store)
-        get(store)
-
-
 def test_arena_of_a_new_sidecar_is_pinned_and_the_old_one_released(
     tmp_path: Path, runtime: Runtime
 ) -> None:
