@@ -16,7 +16,6 @@ from lmcache_core.serde.blob import HEAD, Reader
 from lmcache_core.serde.lossless import (
     MAX_BLOCK_ELEMENTS,
     MIN_BLOCK_ELEMENTS,
-    ROTATED,
     RUN_ELEMENTS,
     LosslessCoder,
     normalised,
@@ -68,21 +67,6 @@ def test_several_blocks_come_back(coder: LosslessCoder) -> None:
     assert decoded(coder, blob, len(raw)) == raw
     long = words(MAX_BLOCK_ELEMENTS + 5, 2)
     assert decoded(coder, encoded(coder, long, "bfloat16", (len(long) // 2,)), len(long)) == long
-
-
-def test_a_stream_of_impossible_length_is_refused(coder: LosslessCoder) -> None:
-    raw = words(1000, 2)
-    blob = encoded(coder, raw, "bfloat16", (1000,))
-    lengths_at = HEAD.size + 1 + 3 * (blob[HEAD.size] + 1)
-    for length in (63, 1 << 20):
-        with pytest.raises(SerdeError, match="impossible length"):
-            decoded(coder, altered(blob, lengths_at, "<I", length), len(raw))
-
-
-def test_only_floats_of_several_bytes_are_rotated() -> None:
-    assert {dtype: DTYPE_ITEMSIZE[dtype] > 1 and "float" in dtype for dtype in DTYPE_ITEMSIZE} == {
-        dtype: dtype in ROTATED for dtype in DTYPE_ITEMSIZE
-    }
 
 
 def altered(blob: bytes, at: int, layout: str, *numbers: int) -> bytes:

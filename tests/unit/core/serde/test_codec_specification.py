@@ -192,18 +192,6 @@ def test_the_step_grows_until_symbols_can_hold_the_widest_channel() -> None:
     check("cachegen:high", "float32", shape, values_of("far from the others", "float32", shape))
 
 
-def test_errors_are_reported_for_layers_that_are_quantised_alike() -> None:
-    shape = (2, 12, 64, 8)
-    words = values_of("noise", "bfloat16", shape)
-    for name, groups in (
-        ("cachegen", ["keys 0-9", "keys 10-11", "values 0-1", "values 2-11"]),
-        ("cachegen:high", ["keys 0-11", "values 0-11"]),
-    ):
-        found = encoded(name, "bfloat16", shape, words.tobytes())
-        assert found is not None
-        assert [group.name.removeprefix("g0 ") for group in found.report.groups] == groups
-
-
 def test_differences_are_coded_where_they_save_more_than_a_sixteenth() -> None:
     """Squares that sum to 64, and squares of differences that sum to 60, or to 59."""
     runs = [[sign] * length + [0] for length in [2] * 13 + [3] * 2 for sign in (1, -1)]
