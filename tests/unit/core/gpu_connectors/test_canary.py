@@ -13,7 +13,6 @@ from lmcache_core.gpu_connectors import (
     Order,
     Packing,
     PagedGPUConnector,
-    VLLMPagedMemGPUConnector,
     run_canary,
 )
 from lmcache_core.memory import BytesBufferMemoryObj, HostMemoryAllocator
@@ -81,11 +80,6 @@ def test_a_layout_declared_rightly_passes(layout):
         canary(PagedGPUConnector(layout), layout, make_kv_caches(layout, 3, sizes=(1, 1)))
 
 
-def test_the_documented_connector_passes():
-    layout = layout_of(packing=Packing.KV_FIRST)
-    canary(VLLMPagedMemGPUConnector(SIDE * 6, 2), layout, make_kv_caches(layout, 3))
-
-
 @pytest.mark.parametrize(("engine", "stated", "num_blocks"), WRONG.values(), ids=WRONG.keys())
 def test_a_wrong_layout_is_found_though_its_shape_is_right(engine, stated, num_blocks):
     actual, declared = layout_of(**engine), layout_of(**stated)
@@ -108,16 +102,6 @@ def test_sides_or_layers_in_another_order_are_found(change):
         )
 
 
-def test_only_the_wrong_group_of_a_hybrid_model_is_named():
-    right = LayerGroup("right", 1, 3, 5, "float16")
-    actual, declared = (
-        KVLayout((right, LayerGroup("wrong", 1, SIDE, 6, "float16", order=order)))
-        for order in Order
-    )
-    with pytest.raises(LayoutError, match="group 'wrong'"):
-        canary(PagedGPUConnector(declared), actual, make_kv_caches(actual, 3, sizes=(9, SIDE)))
-
-
 def test_groups_may_be_the_same_memory():
     """Hybrid engines give all groups the same bytes; a block belongs to one group at a time."""
     layout = KVLayout(
@@ -125,24 +109,6 @@ def test_groups_may_be_the_same_memory():
     )
     tensors = make_kv_caches(KVLayout(layout.groups[:1]), 3, sizes=(12, 4))
     canary(PagedGPUConnector(layout), layout, tensors * 3)
-
-
-@pytest.mark.parametrize("other", [{"head_size": 12}, {"dtype": "float16"}])
-def test_the_engine_must_have_what_the_connector_was_made_for(other):
-    layout = layout_of()
-    claimed = layout_of(**other)
-    with pytest.raises(LayoutError, match="canary: the connector was made for"):
-        run_canary(
-            PagedGPUConnector(layout),
-            make_kv_caches(layout, 3),
-            LogicalMemory(claimed, make_kv_caches(claimed, 3)),
-            through_other_memory,
-        )
-
-
-def test_an_engine_whose_tensors_are_not_what_it_claims_is_refused():
-    with pytest.raises(LayoutError, match="the engine has"):
-        LogicalMemory(layout_of(), make_kv_caches(layout_of(head_size=7), 3))
 
 
 def test_a_store_that_changes_bytes_is_found():

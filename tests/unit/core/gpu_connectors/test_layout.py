@@ -12,9 +12,7 @@ from lmcache_core.gpu_connectors import (
     PagedGPUConnector,
 )
 from lmcache_core.gpu_connectors.layout import gaps_between
-from lmcache_core.record import RecordHeader
 
-from tests.suites.chunks import make_key
 from tests.suites.connector_suite import make_memory
 from tests.suites.kv_caches import make_kv_caches, one_group, same, snapshot
 
@@ -59,13 +57,6 @@ def test_one_group_is_a_kv_blob_and_several_are_flat():
     assert gaps_between(specs) == [slice(480, 512)]
     mixed = PagedGPUConnector(KVLayout((A, LayerGroup("c", 1, 1, 3, "float8_e4m3fn"))))
     assert (mixed.get_shape(4), mixed.layout.kv_dtype) == (torch.Size((536,)), "uint8")
-
-
-@pytest.mark.parametrize("num_tokens", [0, 4])
-def test_specs_fit_a_record(num_tokens):
-    layout, key = KVLayout((A, B)), make_key("a").key.canonical()
-    header = RecordHeader(key, "naive", "", False, layout.tensor_specs(num_tokens), bytes(16))
-    header.check(layout.num_bytes(num_tokens))
 
 
 def test_the_fingerprint_covers_the_bytes_of_a_memory_object_and_no_more():

@@ -11,8 +11,6 @@ from lmcache_core.gpu_connectors.streams import LaunchedCopies
 from tests.fixtures.cuda_streams import Runtime, install
 from tests.suites.connector_suite import SLOTS, make_memory
 from tests.suites.kv_caches import (
-    BLOCK_SIZE,
-    NUM_BLOCKS,
     make_kv_caches,
     one_group,
     same,
@@ -125,21 +123,6 @@ def test_an_error_waits_for_copies_that_run(runtime, connector):
     assert torch.equal(buffers[0], content)
 
 
-def test_only_wanted_slots_of_a_chunk_are_written_in_one_copy(runtime, connector):
-    source, target = kwargs_of(1), kwargs_of(50)
-    (memory,) = gathered(connector, source, CHUNKS[1])
-    addresses = connector.addresses_of(target["kvcaches"], target["slot_mapping"], 8, 9)
-    untouched = LogicalMemory(LAYOUT, [page.clone() for page in target["kvcaches"]])
-    runtime.log.clear()
-    connector.to_gpu(memory, *CHUNKS[1], addresses=addresses, wanted=(8, 9))
-    assert in_turn(runtime) == ["copy 1", "scatter 1"]
-    check_equal(source, target, [8])
-    for slot in range(NUM_BLOCKS * BLOCK_SIZE):
-        if slot != SLOTS[8]:
-            got = LogicalMemory(LAYOUT, target["kvcaches"]).read(0, 1, slot)
-            assert torch.equal(got.view(torch.uint8), untouched.read(0, 1, slot).view(torch.uint8))
-
-
 def launched_stores(connector, source):
     launched = LaunchedCopies()
     kwargs = connector.launching(source, launched)
@@ -155,26 +138,6 @@ def contents(memories):
 
 def expected(connector, source):
     return contents(gathered(connector, source, *CHUNKS))
-
-
-def test_the_next_chunk_is_gathered_before_the_copy_of_one_is_waited_for(runtime, connector):
-    source = kwargs_of(1)
-    memories, launched = launched_stores(connector, source)
-    assert "wait" not in runtime.log
-    assert in_turn(runtime) == ["gather 1", "copy 1", "gather 2", "copy 2", "gather 1", "copy 1"]
-    poisoned, wanted = contents(memories), expected(PagedGPUConnector(LAYOUT, 3), source)
-    for i, event in enumerate(list(launched.ended)):
-        assert contents(memories)[i] == poisoned[i]
-        event.synchronize()
-        assert contents(memories)[i] == wanted[i]
-
-
-def test_a_copy_alone_has_ended_when_it_returns(runtime, connector):
-    source, target = kwargs_of(1), kwargs_of(50)
-    (memory,) = gathered(connector, source, CHUNKS[0])
-    assert contents([memory]) == expected(PagedGPUConnector(LAYOUT, 3), source)[:1]
-    connector.to_gpu(memory, *CHUNKS[0], **target)
-    check_equal(source, target, range(4, 7))
 
 
 @pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0), (1, 0, 2)])
