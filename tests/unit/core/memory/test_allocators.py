@@ -19,9 +19,7 @@ from lmcache_core.memory import (
     BytesBufferMemoryObj,
     GPUMemoryAllocator,
     HostMemoryAllocator,
-    MemoryAllocatorInterface,
     MemoryFormat,
-    MemoryObjMetadata,
     MixedMemoryAllocator,
     PinMemoryAllocator,
     TensorMemoryAllocator,
@@ -35,40 +33,12 @@ MORE_THAN_ANY_MACHINE_HAS = 1 << 60
 HAS_CUDA = torch.cuda.is_available()
 
 
-ARENAS = (
-    TensorMemoryAllocator,
-    HostMemoryAllocator,
-    PinMemoryAllocator,
-    GPUMemoryAllocator,
-    MixedMemoryAllocator,
-)
-DEFAULT_FORMATS = {
-    **dict.fromkeys(ARENAS, MemoryFormat.KV_BLOB),
-    BufferAllocator: MemoryFormat.BINARY_BUFFER,
-    MemoryAllocatorInterface: MemoryFormat.UNDEFINED,
-}
-
-
-@pytest.mark.parametrize("kind", DEFAULT_FORMATS)
-def test_formats_have_their_documented_defaults(kind):
-    assert inspect.signature(kind.allocate).parameters["fmt"].default is DEFAULT_FORMATS[kind]
-
-
 def test_an_anonymous_arena_is_private_and_at_least_a_page():
     arena = ArenaAllocator.anonymous(1 << 20)
     assert arena.capacity_bytes == 1 << 20
     assert ArenaAllocator.anonymous(1).capacity_bytes == mmap.PAGESIZE
     with arena.allocate((1 << 20,), "uint8") as obj:
         assert not any(obj.byte_array[:: 1 << 12])
-
-
-def test_an_arena_cuts_the_tensors_own_memory():
-    tensor = torch.zeros(CAPACITY, dtype=torch.uint8)
-    allocator = TensorMemoryAllocator(tensor)
-    assert TensorMemoryAllocator.ALIGN_BYTES == 512
-    with allocator.allocate((3,), "uint8"), allocator.allocate((2,), torch.int16) as second:
-        second.tensor.fill_(0x0101)
-    assert tensor.nonzero().flatten().tolist() == [512, 513, 514, 515]
 
 
 @pytest.mark.parametrize(
@@ -141,21 +111,6 @@ def test_an_absent_device_is_named_with_the_fix(device):
     assert inspect.signature(GPUMemoryAllocator).parameters["device"].default == "cuda"
 
 
-def test_memory_elsewhere_has_tensors_but_no_bytes():
-    """The meta device stands for one whose memory this process cannot address."""
-    obj = TensorMemoryObj(
-        torch.empty(64, dtype=torch.uint8, device="meta"),
-        MemoryObjMetadata((2, 3), torch.int16, 0, 64, 1),
-    )
-    assert (obj.tensor.shape, obj.tensor.dtype, obj.tensor.device.type) == (
-        (2, 3),
-        torch.int16,
-        "meta",
-    )
-    with pytest.raises(ValueError, match="meta"):
-        _ = obj.byte_array
-
-
 def test_mixed_memory_keeps_buffers_apart_and_bounded():
     allocator = MixedMemoryAllocator(CAPACITY)
     assert allocator.capacity_bytes == CAPACITY
@@ -177,41 +132,6 @@ def test_mixed_memory_keeps_buffers_apart_and_bounded():
     allocator.check_integrity()
 
 
-def test_mixed_memory_has_as_many_buffers_as_were_asked_for():
-    allocator = MixedMemoryAllocator(CAPACITY, 100)
-    assert allocator.allocate((101,), None, MemoryFormat.BINARY_BUFFER) is None
-    buffer = allocator.allocate((100,), None, MemoryFormat.BINARY_BUFFER)
-    assert isinstance(buffer, BytesBufferMemoryObj)
-    allocator.free(buffer)
-
-
-def test_a_tensor_object_without_an_allocator_belongs_to_python():
-    raw = torch.arange(64, dtype=torch.uint8)
-    obj = TensorMemoryObj(
-        raw, MemoryObjMetadata((2, 3), torch.int16, 0, 64, 1, MemoryFormat.KV_BLOB)
-    )
-    obj.ref_count_up()
-    obj.ref_count_down()
-    obj.ref_count_down()
-    assert (obj.get_ref_count(), obj.get_size(), bytes(obj.byte_array)) == (1, 12, bytes(range(12)))
-    obj.tensor.zero_()
-    assert raw[:12].sum() == 0
-    assert raw[12] == 12
-
-
-@pytest.mark.parametrize("raw", [b"abcdef", bytearray(b"abcdef")])
-def test_bytes_are_shared_not_copied_and_never_freed(raw):
-    obj = BytesBufferMemoryObj(raw)
-    assert (obj.get_memory_format(), obj.get_size()) == (MemoryFormat.BINARY_BUFFER, 6)
-    obj.ref_count_down()
-    obj.ref_count_up()
-    assert obj.get_ref_count() == 1
-    assert obj.tensor.tolist() == list(obj.byte_array) == list(b"abcdef")
-    if isinstance(raw, bytearray):
-        raw[0] = ord("x")
-        assert obj.byte_array[0] == ord("x")
-
-
 def test_byte_buffers_live_on_the_cpu_and_are_bounded():
     assert BufferAllocator("cpu").device == "cpu"
     assert BufferAllocator().capacity_bytes == 5 << 30
@@ -222,13 +142,6 @@ def test_byte_buffers_live_on_the_cpu_and_are_bounded():
     with BufferAllocator().allocate((4,), "uint8") as obj:
         assert obj.get_memory_format() is MemoryFormat.BINARY_BUFFER
         assert bytes(obj.byte_array) == bytes(4)
-
-
-def test_a_buffer_that_the_machine_cannot_hold_is_none_and_takes_nothing():
-    allocator = BufferAllocator("cpu", 2 * MORE_THAN_ANY_MACHINE_HAS)
-    assert allocator.allocate((MORE_THAN_ANY_MACHINE_HAS,), "uint8") is None
-    assert allocator.used_bytes == 0
-    allocator.check_integrity()
 
 
 @pytest.mark.parametrize("name", DTYPE_ITEMSIZE)

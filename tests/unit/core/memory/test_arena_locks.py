@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 
 import pytest
-from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.errors import UnavailableError
 from lmcache_core.memory.arena_locks import (
     begin_generation,
     forget_generation,
@@ -16,7 +15,6 @@ from lmcache_core.memory.arena_locks import (
     generations_in,
     is_over,
     join_generation,
-    own_directory,
 )
 
 
@@ -29,13 +27,6 @@ def test_a_generation_without_a_file_is_not_over_and_cannot_be_joined(tmp_path):
     forget_generation(tmp_path, 3)
     assert not is_over(tmp_path, 3)
     assert generations_in(tmp_path) == []
-
-
-def test_only_files_of_that_name_are_generations(tmp_path):
-    for name in ("x.generation", "1.generation", f"{-1:016x}.generation", "kv.arena", f"{5:016x}"):
-        (tmp_path / name).write_text("")
-    begin_generation(tmp_path, 0xABC, 0o660)
-    assert generations_in(tmp_path) == [0xABC]
 
 
 def test_a_link_is_not_joined(tmp_path):
@@ -99,20 +90,3 @@ assert is_over(where, 1), "a child keeps its parent's lock"
         [sys.executable, "-c", program, str(tmp_path)], input=b"", check=False, capture_output=True
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_a_directory_is_owned_once(tmp_path):
-    first = own_directory(tmp_path / "new")
-    with pytest.raises(ConfigError, match="another sidecar"):
-        own_directory(tmp_path / "new")
-    first.release()
-    own_directory(tmp_path / "new").release()
-
-
-def test_permissions_of_a_generation_do_not_depend_on_the_umask(tmp_path):
-    before = os.umask(0o077)
-    try:
-        begin_generation(tmp_path, 9, 0o664)
-    finally:
-        os.umask(before)
-    assert generation_path(tmp_path, 9).stat().st_mode & 0o777 == 0o664

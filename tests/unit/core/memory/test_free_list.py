@@ -6,7 +6,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from lmcache_core.errors import IntegrityError
 from lmcache_core.memory import ALIGN_BYTES, FreeBlock, FreeList
 
 CAPACITY = 16 * ALIGN_BYTES
@@ -20,31 +19,6 @@ def test_the_smallest_extent_that_fits_is_taken():
     assert free.allocate(2 * ALIGN_BYTES) == taken[2]
     assert free.allocate(3 * ALIGN_BYTES).start == taken[0].start
     free.check_integrity()
-
-
-@pytest.mark.parametrize("start", [ALIGN_BYTES, 1, -1, CAPACITY])
-def test_only_the_start_of_a_used_extent_can_be_freed(start):
-    free = FreeList(CAPACITY)
-    assert free.allocate(2 * ALIGN_BYTES).start == 0
-    with pytest.raises(IntegrityError):
-        free.free(start)
-    free.free(0)
-    with pytest.raises(IntegrityError):
-        free.free(0)
-    free.check_integrity()
-
-
-def test_only_whole_units_are_used():
-    assert FreeList(CAPACITY + ALIGN_BYTES - 1).capacity == CAPACITY
-    assert FreeList(ALIGN_BYTES - 1).allocate(1) is None
-
-
-def test_a_sum_that_is_not_that_of_the_extents_is_noticed():
-    free = FreeList(CAPACITY)
-    free.allocate(1)
-    free.used_bytes += 1
-    with pytest.raises(IntegrityError):
-        free.check_integrity()
 
 
 class FreeListMachine(RuleBasedStateMachine):

@@ -44,16 +44,6 @@ def test_an_arena_is_registered_in_pieces_and_given_back_with_its_owner(
     assert runtime.registered == {}
 
 
-def test_large_pieces_end_where_copies_are_split(runtime: Runtime) -> None:
-    runtime.max_bytes = 5 * PIECE // 2
-    arena, owner = torch.zeros(9 * PIECE, dtype=torch.uint8), Owner()
-    assert module.pin(arena, owner, piece_bytes=runtime.max_bytes)
-    assert len(runtime.registered) <= 6
-    assert not any(begin % PIECE for begin in sorted(runtime.registered)[1:])
-    del owner
-    gc.collect()
-
-
 def test_memory_is_pinned_and_unpinned_on_the_named_device(runtime: Runtime) -> None:
     """Another one would get a context, which takes memory there."""
     owner = Owner()

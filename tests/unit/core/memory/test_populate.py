@@ -111,13 +111,6 @@ def test_a_lack_of_memory_is_an_error():
         populate(view)
 
 
-def test_progress_is_logged(monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(module, "LOG_INTERVAL_S", 0.0)
-    populate(memoryview(mmap.mmap(-1, 128 * MB)))
-    assert "of_gb=0.1" in caplog.text
-
-
 @pytest.fixture
 def two_sockets(tmp_path, monkeypatch):
     """A machine with memory at two of three nodes; what each thread was bound to."""
@@ -164,13 +157,3 @@ def test_one_node_needs_no_threads(two_sockets, monkeypatch, tmp_path):
     assert two_sockets == {}
     monkeypatch.setattr(module, "NODES", tmp_path / "nowhere")
     assert memory_nodes() == []
-
-
-def test_an_arena_is_made_where_threads_may_not_be_bound(two_sockets, monkeypatch, tmp_path):
-    def denied(who, to):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "sched_setaffinity", denied)
-    with (tmp_path / "arena").open("wb") as file:
-        allocate(file.fileno(), 3 * MB)
-    assert (tmp_path / "arena").stat().st_size == 3 * MB

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
+from lmcache_core.errors import CapacityError, UnavailableError
 from lmcache_core.memory import attach_shared_arena, shared
 from lmcache_core.memory.arena_locks import generations_in, own_directory
 from lmcache_core.memory.shared import ArenaFile, unlink_shared_arena
@@ -36,15 +36,6 @@ def test_client_and_sidecar_see_the_same_bytes(tmp_path):
     unlink_shared_arena(made)
     assert client.load_view[-1] == 7
     assert list((tmp_path / "volume").iterdir()) == []
-
-
-def test_the_view_for_loads_cannot_be_written(tmp_path):
-    made = create_shared_arena(tmp_path, SIZE)
-    client = attach_shared_arena(made.path, made.size, made.generation)
-    for arena in (made, client):
-        assert not arena.store_view.readonly
-        with pytest.raises(TypeError):
-            arena.load_view[0] = 1
 
 
 def test_a_new_file_leaves_the_old_mapping_alone(tmp_path):
@@ -137,15 +128,6 @@ def test_a_file_of_another_size_is_not_reused(tmp_path):
     )
 
 
-def test_permissions_do_not_depend_on_the_umask(tmp_path):
-    before = os.umask(0o077)
-    try:
-        made = create_shared_arena(tmp_path, SIZE)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(made.path.stat().st_mode) == 0o660, "only owner and group"
-
-
 def kernel(tmp_path, monkeypatch, machine, volume):
     """Let the kernel have these policies for huge pages of all volumes and of tmp_path's."""
     device = tmp_path.stat().st_dev
@@ -193,21 +175,6 @@ def test_setting_then_machine_then_volume_decide_on_huge_pages(
     again = reopened(tmp_path / "arena", huge_pages=asked)
     assert again.huge_pages == is_used
     assert num_advised(again.path) == 4 * is_used
-
-
-def test_a_kernel_without_huge_pages_is_not_asked_for_them(tmp_path, monkeypatch):
-    kernel(tmp_path, monkeypatch, "", ",huge=advise")
-    (tmp_path / "shmem_enabled").unlink()
-    assert shared.huge_page_policy(tmp_path) == "never"
-    (tmp_path / "shmem_enabled").write_text(DEFAULT)
-    (tmp_path / "mountinfo").unlink()
-    assert shared.huge_page_policy(tmp_path) == "never"
-
-
-def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="arena_path"):
-        create_shared_arena(tmp_path / "file" / "arena", SIZE)
 
 
 def test_a_full_volume_and_a_limit_on_file_sizes_are_capacity_errors(tmp_path):
