@@ -1,4 +1,4 @@
-"""The end of a wire connection has a bound, whatever its reader does."""
+"""A wire connection: the wait before the next attempt, and an end that has a bound."""
 
 from __future__ import annotations
 
@@ -6,9 +6,28 @@ import asyncio
 import contextlib
 
 import pytest
+from lmcache_core.wire.backoff import Backoff
 from lmcache_core.wire.connection import ClientConnection
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.messages import HelloOk
+
+from tests.fixtures.held_clock import HeldClock
+
+
+def test_wait_doubles_up_to_its_cap_and_starts_over_after_a_success() -> None:
+    backoff = Backoff(0.1, 1.0, HeldClock(), jitter=lambda: 1.0)
+    assert backoff.wait_s == 0
+    waits: list[float] = []
+    for _ in range(6):
+        backoff.failed()
+        waits.append(round(backoff.wait_s, 6))
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    for _ in range(5000):  # without an overflow
+        backoff.failed()
+    backoff.succeeded()
+    assert backoff.wait_s == 0
+    backoff.failed()
+    assert round(backoff.wait_s, 6) == 0.1
 
 
 class StubbornStream:

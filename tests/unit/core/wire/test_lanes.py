@@ -60,11 +60,6 @@ async def test_server_understands_the_names_of_the_client(keys: list[ChunkKey]) 
     assert len(line.declared) == len({message.lane for message in line.declared}) <= MAX_LANES
 
 
-async def test_keys_of_one_lane_are_one_run() -> None:
-    names = await naming(Line()).names([make_key(i) for i in range(5)])
-    assert [(number, len(data)) for number, data in names] == [(0, 5 * 32)]
-
-
 async def test_cancelled_declaration_is_made_by_the_next_request() -> None:
     line = Line()
     lanes = naming(line)

@@ -19,7 +19,6 @@ from lmcache_core.wire.listener import FrameListener
 from lmcache_core.wire.messages import ErrorCode, ErrorMessage
 from lmcache_core.wire.stream import FrameStream
 
-from tests.fixtures.compat import listening
 from tests.fixtures.limits import without_descriptors
 from tests.fixtures.wire import MemoryStore, RawConnection, connected, serving, until
 
@@ -83,26 +82,22 @@ async def heard(raw: RawConnection) -> bytes:
         return await raw.reader.read(1)
 
 
-@pytest.mark.parametrize("kind", ["lm", "compat"])
-@pytest.mark.parametrize("num_turns", range(6))
-async def test_connection_during_close_is_closed(kind: str, num_turns: int) -> None:
+async def test_connection_during_close_is_closed() -> None:
     """After so many turns of the loop the connection is still in the backlog, accepted, or its
     session about to begin.
     """
-    loop = asyncio.get_running_loop()
     failures: list[object] = []
-    loop.set_exception_handler(lambda _, context: failures.append(context))
-    opened = serving(MemoryStore()) if kind == "lm" else listening()
-    async with opened as made:
-        server = made if kind == "lm" else made.server.listener
-        with socket.create_connection(("127.0.0.1", server.port)) as client:
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
-            await server.close()
-            gc.collect()  # reports what was left open
-            client.settimeout(60)
-            with contextlib.suppress(ConnectionError):
-                assert client.recv(1) == b""
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    for num_turns in range(6):
+        async with serving(MemoryStore()) as server:
+            with socket.create_connection(("127.0.0.1", server.port)) as client:
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                await server.close()
+                client.settimeout(60)
+                with contextlib.suppress(ConnectionError):
+                    assert client.recv(1) == b""
+    gc.collect()  # reports what was left open
     assert not failures
 
 
@@ -121,22 +116,6 @@ async def test_connection_beyond_the_limit_is_refused_or_closed(
         assert (len(made.turned_away), made.listener.num_connections) == (1, 1)
 
 
-async def test_refused_connections_take_no_place_of_others() -> None:
-    async with (
-        open_listener(1) as made,
-        connected(made.listener.port) as first,
-        contextlib.AsyncExitStack() as many,
-    ):
-        assert await heard(first) == b"!"
-        for _ in range(4):  # nothing reads the refusal
-            await many.enter_async_context(connected(made.listener.port))
-        await until(lambda: len(made.turned_away) >= 4)
-        first.writer.close()
-        await made.until_idle()
-        async with connected(made.listener.port) as next_one:
-            assert await heard(next_one) == b"!"
-
-
 @pytest.mark.virtual_time
 async def test_close_waits_for_sessions_for_the_given_time(
     caplog: pytest.LogCaptureFixture,
@@ -150,15 +129,6 @@ async def test_close_waits_for_sessions_for_the_given_time(
             await closing
         assert await raw.is_closed()
     assert not caplog.records
-
-
-@pytest.mark.virtual_time
-async def test_drained_sessions_end_at_once() -> None:
-    async with open_listener() as made, connected(made.listener.port) as raw:
-        assert await heard(raw) == b"!"
-        async with asyncio.timeout(1):
-            await made.listener.close(drain_s=60)
-        assert await raw.is_closed()
 
 
 async def test_port_is_known_only_while_it_listens() -> None:

@@ -1,14 +1,65 @@
-"""Bounds of the MessagePack part of frames; what fits is in the golden vectors."""
+"""Bounds of frames: their headers, their MessagePack part, and the capabilities in them. What fits
+is in the golden vectors.
+"""
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 import pytest
+import xxhash
 from lmcache_core.errors import ProtocolError
-from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES, MAX_KEY_FIELD_BYTES, ChunkChain
+from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES, MAX_KEY_FIELD_BYTES
 from lmcache_core.wire import messages
-from lmcache_core.wire.frames import HEADER_BYTES, MAX_META_BYTES, FrameType, parse_header
+from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
+from lmcache_core.wire.frames import (
+    HEADER_BYTES,
+    MAX_ARENA_META_BYTES,
+    MAX_BLOB_BYTES,
+    MAX_META_BYTES,
+    FrameType,
+    parse_header,
+)
 from lmcache_core.wire.messages import MAX_BATCH_KEYS, MAX_LANES, build_frame, parse_meta
+
+
+def raw(
+    magic: bytes = b"LMF1",
+    kind: int = 12,
+    reserved: bytes = bytes(3),
+    correlation_id: int = 1,
+    meta: int = 1,
+    blob: int = 0,
+) -> bytes:
+    """A header with the checksum that the specification asks for."""
+    data = struct.pack("<4sB3sQIIQ", magic, kind, reserved, correlation_id, meta, 0, blob)
+    checksum = xxhash.xxh3_64_intdigest(data[:20] + data[24:32]) & 0xFFFFFFFF
+    return data[:20] + struct.pack("<I", checksum) + data[24:]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(raw(magic=b"LMF2"), id="magic"),
+        pytest.param(raw(kind=0), id="type 0"),
+        pytest.param(raw(kind=33), id="type 33"),
+        pytest.param(raw(reserved=b"\0\0\1"), id="reserved"),
+        pytest.param(raw(correlation_id=0), id="correlation id"),
+        pytest.param(raw(meta=0), id="no meta"),
+        pytest.param(raw(meta=MAX_META_BYTES + 1), id="meta too long"),
+        pytest.param(raw(kind=23, meta=MAX_ARENA_META_BYTES + 1), id="meta of STAGE too long"),
+        pytest.param(raw(kind=22, blob=1), id="a blob where extents belong"),
+        pytest.param(raw(blob=1), id="a blob where none belongs"),
+        pytest.param(raw(kind=8, blob=MAX_BLOB_BYTES + 1), id="blob too long"),
+        pytest.param(raw()[:-1], id="short"),
+        pytest.param(raw() + b"\0", id="long"),
+    ],
+)
+def test_header_out_of_bounds_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        parse_header(data)
+
 
 ENGINE = messages.EngineInfo("vllm/e", 7, 1, "org/m", "layout", 2)
 
@@ -76,13 +127,6 @@ def test_message_out_of_bounds_is_refused(frame_type: FrameType, plain: object) 
         parse_meta(frame_type, msgspec.msgpack.encode(plain))
 
 
-@pytest.mark.parametrize("meta", [b"", b"\xc1", b"\x91" * 5000 + b"\xc0", b"\x90\x90"])
-def test_other_bytes_than_messagepack_are_refused(meta: bytes) -> None:
-    for frame_type in FrameType:
-        with pytest.raises(ProtocolError):
-            parse_meta(frame_type, meta)
-
-
 @pytest.mark.parametrize(
     ("frame_type", "plain", "message"),
     [
@@ -106,20 +150,21 @@ def test_messages_that_cross_versions_may_have_more_fields(
     assert parse_meta(frame_type, msgspec.msgpack.encode(plain)) == message
 
 
-@pytest.mark.parametrize(
-    ("chains", "text"),
-    [
-        ([ChunkChain("f", "m", 1025, "", bytes(32))], "a chain of 1025 ranks; the limit is 1024"),
-        ([ChunkChain("f", "m", 1024, "", bytes(32 * 65))], "66560 keys in one STAGE"),
-    ],
-)
-def test_question_that_exceeds_one_stage_is_refused(chains: list[ChunkChain], text: str) -> None:
-    messages.check_chains([ChunkChain("f", "m", 1024, "", bytes(32 * 64))])
-    with pytest.raises(ValueError, match=text):
-        messages.check_chains(chains)
-
-
 def test_the_largest_request_fits_its_bound() -> None:
     names = [(None, bytes(MAX_CANONICAL_KEY_BYTES))] * MAX_BATCH_KEYS
     frame = build_frame(1, messages.Get(names, True, "t" * 4096))
     assert parse_header(frame[:HEADER_BYTES]).meta_bytes < MAX_META_BYTES
+
+
+def test_capabilities_are_read_as_they_were_written() -> None:
+    accepts = Accepts(True, frozenset({"lossless", "cachegen"}))
+    assert accepts.capabilities() == ("lossy", "serde:cachegen", "serde:lossless")
+    assert Accepts.said_by(accepts.capabilities()) == accepts
+    assert ONLY_LOSSLESS.capabilities() == ()
+    assert Accepts.said_by([]) == ONLY_LOSSLESS
+
+
+def test_unknown_names_of_later_versions_are_ignored() -> None:
+    assert Accepts.said_by(["zero-rtt", "serde:", "serde:kivi", "lossyish"]) == Accepts(
+        False, frozenset({"", "kivi"})
+    )

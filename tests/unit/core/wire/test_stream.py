@@ -74,22 +74,6 @@ async def test_pieces_of_any_size_arrive_in_order(pair: tuple[FrameStream, Frame
     assert far.num_received == len(data)
 
 
-async def test_long_read_receives_into_the_callers_memory(
-    pair: tuple[FrameStream, FrameStream],
-) -> None:
-    near, far = pair
-    target = bytearray(LARGE)
-    reading = asyncio.create_task(far.readinto(memoryview(target)))
-    await asyncio.sleep(0)
-    buffer = far.get_buffer(-1)
-    assert len(buffer) == LARGE
-    buffer[0] = 77
-    assert target[0] == 77
-    await near.send(pattern(LARGE))
-    await reading
-    assert target == pattern(LARGE)
-
-
 async def test_socket_is_read_only_for_a_reader(
     pair: tuple[FrameStream, FrameStream],
 ) -> None:
@@ -100,16 +84,6 @@ async def test_socket_is_read_only_for_a_reader(
     assert not sending.done()
     for _ in range(num_bytes >> 20):
         await far.discard(1 << 20)
-    await sending
-
-
-async def test_staged_bytes_make_room_again(pair: tuple[FrameStream, FrameStream]) -> None:
-    near, far = pair
-    data = pattern(5 * STAGING_BYTES)
-    sending = asyncio.create_task(near.send(data))
-    for at in range(0, len(data), 1000):
-        piece = data[at : at + 1000]
-        assert await read(far, len(piece)) == piece
     await sending
 
 
@@ -149,16 +123,6 @@ async def test_forgotten_memory_is_not_touched(pair: tuple[FrameStream, FrameStr
     await reading
     assert not any(target)
     assert await read(far, 4) == b"next"
-
-
-async def test_discard_drops_exactly_that_many(pair: tuple[FrameStream, FrameStream]) -> None:
-    near, far = pair
-    sending = asyncio.create_task(near.send(b"ab" + bytes(LARGE) + b"cd"))
-    assert await read(far, 2) == b"ab"
-    await far.discard(LARGE)
-    assert await read(far, 2) == b"cd"
-    await far.discard(0)
-    await sending
 
 
 async def test_bytes_before_the_end_can_be_read(pair: tuple[FrameStream, FrameStream]) -> None:
