@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 
@@ -63,13 +62,6 @@ def test_equal_keys_are_one_key_in_sets_and_dicts(key):
     assert {ChunkKey.of("a", key): 1}[ChunkKey.of("a", again)] == 1
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_every_field_tells_keys_apart(field):
-    other = changed(KEY, **{field: 9 if field in ("world_size", "worker_id") else "x"})
-    assert len({KEY, other}) == 2
-    assert other.canonical() != KEY.canonical()
-
-
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_are_refused_or_canonical(data):
     """Also behind a prefix that has been read before, for which there is a shorter way."""
@@ -93,12 +85,6 @@ def test_truncated_or_longer_canonical_key_is_refused():
     for data in (*cut, whole + b"\0", whole + b"x" * MAX_CANONICAL_KEY_BYTES):
         with pytest.raises(IdentityError):
             CacheEngineKey.from_canonical(data)
-
-
-def test_hash_that_is_not_utf_8_is_refused():
-    whole = KEY.canonical()
-    with pytest.raises(IdentityError):
-        CacheEngineKey.from_canonical(whole[:-66] + b"\xff" * 64 + whole[-2:])
 
 
 @given(st.text(max_size=80))
@@ -127,22 +113,6 @@ def test_arbitrary_text_is_refused_or_read(text):
 def test_malformed_readable_form_is_refused(text):
     with pytest.raises(IdentityError):
         CacheEngineKey.from_string(text)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda url: url + "=",
-        lambda url: url[:-1],
-        lambda url: url + "\n",
-        lambda url: url[:10] + "/" + url[11:],
-        lambda url: url[:-1] + "é",
-        lambda url: base64.urlsafe_b64encode(b"not a key").decode().rstrip("="),
-    ],
-)
-def test_malformed_url_form_is_refused(spoil):
-    with pytest.raises(IdentityError):
-        CacheEngineKey.from_url(spoil(KEY.to_url()))
 
 
 def test_url_form_has_one_spelling():
@@ -193,10 +163,6 @@ def test_hash_is_read_as_it_was_given(text):
     assert ChunkKey.of("a", key).key == key
 
 
-def test_chunk_key_keeps_tenants_apart():
-    assert len({ChunkKey.of("a", KEY), ChunkKey.of("a", KEY), ChunkKey.of("b", KEY)}) == 2
-
-
 @pytest.mark.parametrize("made", [KEY, ChunkKey.of("a", KEY)], ids=["key", "chunk key"])
 def test_keys_cannot_be_changed(made):
     for field in (*FIELDS, "tenant", "lane", "key", "another"):
@@ -204,16 +170,6 @@ def test_keys_cannot_be_changed(made):
             setattr(made, field, "x")
         with pytest.raises(AttributeError):
             delattr(made, field)
-
-
-def test_repr_shows_all_fields():
-    key = CacheEngineKey("vllm", "m", 4, 1, "h", "g")
-    shown = (
-        "CacheEngineKey(fmt='vllm', model_name='m', world_size=4, worker_id=1, chunk_hash='h',"
-        " group='g')"
-    )
-    assert repr(key) == shown
-    assert repr(ChunkKey.of("a", key)) == f"ChunkKey.of(tenant='a', key={shown})"
 
 
 def test_chain_names_the_chunks_of_all_ranks():

@@ -117,30 +117,6 @@ def test_late_result_is_discarded_and_none_is_lost(loop: LoopThread, timeout_s: 
     assert sorted(discarded + returned) == begun
 
 
-def test_blocked_loop_does_not_hold_the_caller(loop: LoopThread) -> None:
-    gate = threading.Event()
-
-    async def block() -> None:
-        assert gate.wait(PATIENCE_S)
-
-    blocking = loop.submit(block())
-    with pytest.raises(UnavailableError):
-        loop.run(give(1), 0.01)
-    gate.set()
-    blocking.result(PATIENCE_S)
-    assert loop.run(give(1), PATIENCE_S) == 1
-
-
-def test_closed_loop_refuses_calls() -> None:
-    loop = LoopThread("test")
-    loop.open()
-    loop.close()
-    with pytest.raises(UnavailableError, match="closed"):
-        loop.run(give(1), 1.0)
-    with pytest.raises(UnavailableError, match="closed"):
-        loop.submit(give(1))
-
-
 def test_closing_ends_a_call_that_waits(loop: LoopThread) -> None:
     has_begun, faults = threading.Event(), list[BaseException]()
 

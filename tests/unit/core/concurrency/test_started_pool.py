@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import threading
 
 import pytest
@@ -93,12 +92,3 @@ def test_work_that_comes_during_shutdown_is_done_or_refused() -> None:
         submitter.join()
         pool.ended.result(60)
         assert sorted(done) == accepted
-
-
-def test_the_threads_of_a_pool_that_is_garbage_end() -> None:
-    pool = StartedPool(2, "test-pool")
-    ended = pool.ended
-    assert pool.submit(lambda: 7).result() == 7
-    del pool
-    gc.collect()
-    ended.result(60)

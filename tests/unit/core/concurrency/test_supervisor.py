@@ -64,44 +64,11 @@ async def test_close_that_is_cancelled_while_it_drains_has_cancelled_the_tasks()
     assert ended == ["good"]
 
 
-async def test_closed_supervisor_starts_nothing() -> None:
-    tasks = TaskSupervisor("component")
-    await tasks.close(drain_s=60)
-    assert not tasks.start("late", end_slowly([]))
-
-
-async def test_work_runs_together() -> None:
-    both, ended = asyncio.Barrier(2), list[str]()
-
-    async def meet(name: str) -> None:
-        await both.wait()
-        ended.append(name)
-
-    async with asyncio.timeout(1.0):
-        await run_together(meet(name) for name in ("a", "b"))
-    assert sorted(ended) == ["a", "b"]
-    await run_together([])
-
-
 async def test_failure_is_raised_when_all_others_have_ended() -> None:
     ended: list[str] = []
     with pytest.raises(UnavailableError, match="first"):
         await run_together([end_slowly(ended, "a"), fail("first"), end_slowly(ended, "b")])
     assert sorted(ended) == ["a", "b"]
-
-
-async def test_work_that_ignores_its_cancellation_is_named_and_left(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    ended: list[str] = []
-    with pytest.raises(UnavailableError, match="first"):
-        await run_together([ignore_first_cancellation(ended), fail("first"), end_slowly(ended)])
-    assert ended == ["good"]
-    [record] = caplog.records
-    assert "ignore_first_cancellation" in record.getMessage()
-    [stubborn] = asyncio.all_tasks() - {asyncio.current_task()}
-    stubborn.cancel()
-    await asyncio.wait([stubborn])
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 import pytest
 from lmcache_core.concurrency import Workers
 from lmcache_core.concurrency import workers as module
-from lmcache_core.concurrency.workers import MAX_THREADS
 
 from tests.fixtures.limits import without_threads
 
@@ -42,17 +41,6 @@ def fail(*_: object) -> None:
     raise LookupError("as expected")
 
 
-def test_work_runs_side_by_side_in_threads_of_that_name(workers: Workers) -> None:
-    meeting = threading.Barrier(2)
-
-    def meet() -> str:
-        meeting.wait(PATIENCE_S)
-        return thread_name()
-
-    both = [workers.submit(meet) for _ in range(2)]
-    assert all(future.result().startswith("test-worker") for future in both)
-
-
 @pytest.mark.parametrize("was_open", [True, False])
 def test_work_runs_in_the_callers_thread_when_not_open(was_open: bool) -> None:
     workers = Workers("test-worker")
@@ -64,15 +52,6 @@ def test_work_runs_in_the_callers_thread_when_not_open(was_open: bool) -> None:
         (0, thread_name()),
         (1, thread_name()),
     ]
-
-
-def test_an_exception_comes_with_the_future_or_at_once(workers: Workers) -> None:
-    future = workers.submit(fail)
-    with pytest.raises(LookupError, match="as expected"):
-        future.result()
-    workers.close()
-    with pytest.raises(LookupError, match="as expected"):
-        workers.submit(fail)
 
 
 def test_close_waits_for_running_work(workers: Workers) -> None:
@@ -90,26 +69,6 @@ def test_close_waits_for_running_work(workers: Workers) -> None:
     workers.close()
 
 
-def test_close_leaves_work_that_does_not_end(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CLOSE_WAIT_S", 0.01)
-    may_end = threading.Event()
-    future = workers.submit(may_end.wait, PATIENCE_S)
-    workers.close()
-    assert not future.done()
-    may_end.set()
-    assert future.result()
-
-
-def test_number_of_threads_is_bounded() -> None:
-    workers = Workers("test-worker")
-    workers.open()
-    futures = [workers.submit(thread_name) for _ in range(50 * MAX_THREADS)]
-    assert 1 <= len({future.result() for future in futures}) <= MAX_THREADS
-    workers.close()
-
-
 def test_work_runs_once_where_no_thread_can_be_started(workers: Workers) -> None:
     ran: list[str] = []
     may_end = threading.Event()
@@ -122,18 +81,6 @@ def test_work_runs_once_where_no_thread_can_be_started(workers: Workers) -> None
     assert busy.result()
     workers.close()
     assert ran == [thread_name()]
-
-
-def test_work_that_ran_without_threads_is_let_go_and_later_threads_are_used(
-    workers: Workers,
-) -> None:
-    given = Something()
-    with without_threads():
-        assert workers.submit(id, given).result() == id(given)
-    gone = weakref.ref(given)
-    del given
-    assert gone() is None
-    assert workers.submit(thread_name).result().startswith("test-worker")
 
 
 def test_work_that_a_thread_took_meanwhile_is_left_to_it(

@@ -76,11 +76,6 @@ def test_variables_of_kubernetes_and_of_services_are_no_options(name, value):
     assert from_env({name: value}) == DEFAULTS
 
 
-def test_lookup_url_is_an_option_although_its_prefix_is_that_of_the_lookup_service():
-    environ = {"LMCACHE_LOOKUP_URL": "http://lookup:8081"}
-    assert from_env(environ).lookup_url == "http://lookup:8081"
-
-
 @pytest.mark.parametrize("name", ["LMCACHE_PORT", "LMCACHE_SERVICE_HOSTS", "LMCACHE_"])
 def test_other_variables_with_our_prefix_are_refused(name):
     with pytest.raises(ConfigError, match=name):
@@ -115,21 +110,6 @@ def test_number_that_yaml_versions_read_differently_is_refused(from_yaml, number
     with pytest.raises(ConfigError, match=f"max_local_cpu_size='{number}': must be a number"):
         from_yaml(f"max_local_cpu_size: {number}\n")
     assert from_yaml(f"salt: {number}\n").salt == number
-
-
-@pytest.mark.parametrize(
-    ("option", "number", "value"),
-    [
-        ("chunk_size", "1_000", 1000),
-        ("chunk_size", "0x1F", 31),
-        ("chunk_size", "0b11", 3),
-        ("max_local_cpu_size", ".5", 0.5),
-        ("max_local_cpu_size", "0.0_5e+1", 0.5),
-        ("max_local_cpu_size", "5.e-1", 0.5),
-    ],
-)
-def test_other_spellings_of_numbers_are_read(from_yaml, option, number, value):
-    assert getattr(from_yaml(f"{option}: {number}\n"), option) == value
 
 
 @pytest.mark.parametrize("text", ["chunk_size: 1\nchunk_size: 2\n", "{salt: s3cret, salt: s3cret}"])
@@ -196,24 +176,6 @@ def test_variables_win_over_the_file_of_the_environment(tmp_path):
     assert (config.local_disk, config.max_local_disk_size) == ("file:///cache/", 5)
     assert from_env(environ | {"LMCACHE_LOCAL_DISK": ""}).local_disk is None
     assert from_env({"LMCACHE_CONFIG_FILE": ""}) == DEFAULTS
-
-
-def test_mistake_in_the_file_of_the_environment_names_the_file(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("chunk_sizes: 32")
-    with pytest.raises(ConfigError, match=r"c\.yaml: unknown option 'chunk_sizes'"):
-        from_env({"LMCACHE_CONFIG_FILE": str(path)})
-
-
-def test_disk_from_a_variable_needs_its_size():
-    with pytest.raises(ConfigError, match="max_local_disk_size"):
-        from_env({"LMCACHE_LOCAL_DISK": "file:///cache/"})
-
-
-def test_unreadable_variable_shows_no_password():
-    with pytest.raises(ConfigError) as caught:
-        from_env({"LMCACHE_CHUNK_SIZE": "ftp://user:s3cret@host"})
-    assert "s3cret" not in str(caught.value)
 
 
 @given(st.text(max_size=20), st.text(max_size=20))

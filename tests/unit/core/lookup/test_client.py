@@ -13,7 +13,6 @@ from lmcache_core.lookup import (
     MAX_CHUNKS_PER_LOOKUP,
     ContainsAnswer,
     Holder,
-    LocationsAnswer,
     LookupAnswer,
     LookupClient,
     RouteEntry,
@@ -89,13 +88,6 @@ async def test_contains() -> None:
         await ask({}, lambda c: c.contains([A] * (MAX_CHUNKS_PER_LOOKUP + 1)))
 
 
-async def test_locations() -> None:
-    holder = dict(zip(("instance", "kind", "tier", "size_bytes"), HOLDER, strict=True))
-    found, request = await ask({"holders": [holder]}, lambda c: c.locations(A))
-    assert found == LocationsAnswer([Holder("pod-1", "sidecar", "hot", 7)])
-    assert (request.method, request.url.path) == ("GET", f"/v1/chunks/{A.hex()}/locations")
-
-
 async def test_route_names_no_excluded_instance_and_no_longer_prefix() -> None:
     x, me = {"instance": "x", "num_prefix": 2}, {"instance": "me", "num_prefix": 2}
     answer, _ = await ask({"instances": [x]}, lambda c: c.route([A, B], ["me"]))
@@ -103,14 +95,6 @@ async def test_route_names_no_excluded_instance_and_no_longer_prefix() -> None:
     for wrong in (me, x | {"num_prefix": 3}):
         with pytest.raises(UnavailableError):
             await ask({"instances": [wrong]}, lambda c: c.route([A, B], ["me"]))
-
-
-async def test_nothing_is_asked_about_no_chunks() -> None:
-    client = LookupClient("http://lookup:8081")
-    assert await client.lookup([]) == LookupAnswer(0, [])
-    assert (await client.route([])).instances == []
-    with pytest.raises(UnavailableError, match="not open"):
-        await client.lookup([A])
 
 
 async def test_lease_and_events() -> None:
@@ -125,14 +109,6 @@ async def test_lease_and_events() -> None:
         lambda c: c.send_events("pod-1", incarnation=3, first_sequence=0, events=[event]),
     )
     assert msgspec.msgpack.decode(request.content)["events"] == [["store", A, "hot", 5, None]]
-
-
-async def test_lease_that_is_gone_can_be_ended() -> None:
-    _, request = await ask(
-        httpx.Response(404, json={}), lambda c: c.end_instance("pod-1", incarnation=3)
-    )
-    assert request.method == "DELETE"
-    assert str(request.url) == "http://lookup:8081/v1/instances/pod-1?incarnation=3"
 
 
 async def test_refusal_is_quoted_without_secrets() -> None:

@@ -198,14 +198,6 @@ async def test_reporter_whose_clock_went_back_waits_for_the_end_of_the_old_lease
         await until(lambda: instance.agrees_with(service))
 
 
-async def test_malformed_holdings_are_the_callers_error() -> None:
-    instance = Instance(ModelService())
-    with pytest.raises(ValueError, match="16 bytes"):
-        instance.reporter.stored(b"short", "hot", 1)
-    with pytest.raises(ValueError, match="tier"):
-        instance.reporter.removed(b"c" * 16, "a tier")
-
-
 async def test_loop_runs_during_a_snapshot_and_changes_meanwhile_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -232,34 +224,6 @@ async def test_loop_runs_during_a_snapshot_and_changes_meanwhile_are_reported(
         await until(lambda: instance.agrees_with(service))
         assert service.held == {(number.to_bytes(16, "big").hex(), "hot") for number in (2, 3)}
     assert were_turns == [True]
-
-
-async def test_everything_is_announced_again_on_request() -> None:
-    service = ModelService()
-    async with running(service) as instance:
-        instance.store(1)
-        await until(lambda: instance.agrees_with(service))
-        instance.held[b"c" * 16, "hot"] = 5
-        instance.reporter.announce_again()
-        await until(lambda: instance.agrees_with(service))
-        assert len(service.held) == 2
-
-
-async def test_failed_snapshot_is_repeated(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    service = ModelService()
-    instance, failures = Instance(service), iter([True])
-
-    def snapshot() -> list[Holding]:
-        if next(failures, False):
-            raise RuntimeError("busy")
-        return []
-
-    monkeypatch.setattr(instance, "snapshot", snapshot)
-    async with running(service, instance):
-        await until(lambda: instance.reporter.synced)
-    assert "busy" in caplog.text
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
@@ -292,17 +256,4 @@ def test_impossible_acknowledgement_loses_everything(next_sequence: int) -> None
     assert outbox.batch(3) == outbox.batch(3) == (0, events[:3])
     outbox.acknowledge(1)
     outbox.acknowledge(next_sequence)
-    assert (outbox.needs_resync, outbox.num_unacknowledged) == (True, 0)
-
-
-def test_acknowledgement_of_lost_events_changes_nothing() -> None:
-    events = events_of(3)
-    outbox = Outbox(max_pending=2)
-    outbox.begin(1)
-    for event in events[:2]:
-        outbox.add(event)
-    assert outbox.batch(8) == (0, events[:2])
-    outbox.add(events[2])
-    assert outbox.needs_resync, "one event too many while the batch is under way"
-    outbox.acknowledge(2)
     assert (outbox.needs_resync, outbox.num_unacknowledged) == (True, 0)

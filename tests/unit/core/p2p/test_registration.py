@@ -156,28 +156,6 @@ async def test_own_drain_is_announced_at_once_and_is_no_request_of_the_broker() 
     assert listener.num_drains == 0
 
 
-async def test_drain_outlives_an_answer_that_does_not_name_it() -> None:
-    """It may answer an earlier renewal."""
-    broker = FakeBroker()
-    broker.heeds_wishes = False
-    registration = await opened(broker)
-    await until(lambda: registration.registered)
-    registration.drain()
-    await asyncio.sleep(60.0)
-    assert registration.draining
-    assert broker.known == {"a": True}
-    await registration.close()
-
-
-async def test_close_while_the_broker_is_away_is_quiet() -> None:
-    broker = FakeBroker()
-    registration = await opened(broker)
-    await until(lambda: registration.registered)
-    broker.away = True
-    await registration.close()
-    await PeerRegistration(broker, PEER).close()
-
-
 async def test_requests_of_the_broker_are_passed_on_and_the_drain_is_reported() -> None:
     broker, listener = FakeBroker(), Listener()
     broker.copies = (CopyOrder("0" * 32, "b", "lm://b:1"),)

@@ -2,7 +2,6 @@ import base64
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,16 +61,6 @@ def test_every_replaced_character_is_refused() -> None:
                     check.verify(text[:at] + char + text[at + 1 :])
 
 
-@given(st.data())
-def test_inserted_or_missing_character_is_refused(data: st.DataObject) -> None:
-    text = make()
-    at = data.draw(st.integers(0, len(text) - 1))
-    inserted = data.draw(st.just("") | st.sampled_from(CHARACTERS) | st.characters())
-    changed = text[:at] + inserted + text[at if inserted else at + 1 :]
-    with pytest.raises(AuthenticationError):
-        verifier().verify(changed)
-
-
 @given(
     st.text(max_size=200)
     | st.binary(max_size=100).map(lambda b: "v1." + base64.urlsafe_b64encode(b).decode() + ".x")
@@ -79,29 +68,6 @@ def test_inserted_or_missing_character_is_refused(data: st.DataObject) -> None:
 def test_hostile_text_is_refused(text: str) -> None:
     with pytest.raises(AuthenticationError):
         verifier().verify(text)
-
-
-@pytest.mark.parametrize(
-    "text", ["v2" + make()[2:], "v1." + "A" * 5000 + ".B", "v1.\ud800.B", "." * 4096]
-)
-def test_malformed_text_is_refused(text: str) -> None:
-    with pytest.raises(AuthenticationError, match="malformed"):
-        verifier().verify(text)
-
-
-@pytest.mark.parametrize(
-    "payload",
-    [
-        ["k1", "peer-a", "peer-b", "prod", "soon"],
-        ["k1", "peer-a", "peer-b", "prod", NOW + 1],
-        ["k1", "peer-a", "peer-b", "prod", NOW + 1, "more"],
-        {},
-    ],
-)
-def test_unsigned_payload_is_refused(payload: object) -> None:
-    encoded = base64.urlsafe_b64encode(msgspec.msgpack.encode(payload)).rstrip(b"=").decode()
-    with pytest.raises(AuthenticationError):
-        verifier().verify(f"v1.{encoded}.{'A' * 43}")
 
 
 def test_expired_ticket_is_refused_behind_the_skew() -> None:
@@ -116,12 +82,6 @@ def test_expired_ticket_is_refused_behind_the_skew() -> None:
 def test_ticket_for_another_instance_is_refused() -> None:
     with pytest.raises(AuthenticationError, match="another instance"):
         verifier().verify(make(instance="peer-c"))
-
-
-def test_another_key_under_the_same_id_is_refused() -> None:
-    swapped = TicketVerifier({"k1": KEYS["k2"]}, "peer-a", clock_at(NOW))
-    with pytest.raises(AuthenticationError, match="code"):
-        swapped.verify(make("k1"))
 
 
 @pytest.mark.parametrize(
@@ -146,11 +106,6 @@ def test_keys_out_of_bounds_are_refused(keys: dict[str, bytes]) -> None:
         TicketSigner(keys)
     with pytest.raises(ConfigError):
         TicketVerifier(keys, "peer-a")
-
-
-def test_verifier_needs_an_instance_id() -> None:
-    with pytest.raises(ValueError):
-        TicketVerifier(KEYS, "not an id")
 
 
 def test_key_entries_keep_their_order() -> None:

@@ -102,13 +102,6 @@ def test_validity_is_read_under_every_label_that_openssl_takes(tmp_path: Path, l
     assert certificate_validity(pair.cert) == validity
 
 
-def test_one_file_may_hold_certificate_and_key(tmp_path: Path) -> None:
-    pair = Authority(tmp_path).sign("server")
-    both = tmp_path / "both.pem"
-    both.write_bytes(pair.key.read_bytes() + pair.cert.read_bytes())
-    server_context(TlsFiles(both))
-
-
 @pytest.mark.parametrize(
     "kind", ["missing", "no PEM", "another's key", "passphrase", "missing CA", "empty CA"]
 )

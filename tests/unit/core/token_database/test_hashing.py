@@ -1,5 +1,5 @@
-"""Hashes of chains of chunks: the plain formula for any tokens. Its bytes are pinned by
-`tests/contract/test_golden.py`.
+"""Hashes of chains of chunks, and what token databases have beyond their contract
+(`tests/contract/test_token_databases.py`, `test_golden.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_core.errors import IdentityError
-from lmcache_core.token_database import MultimodalSpan, chain_hashes, identity_root
+from lmcache_core.errors import ConfigError, IdentityError
+from lmcache_core.keys import CacheEngineKey
+from lmcache_core.token_database import MultimodalSpan, TokenDatabase, chain_hashes, identity_root
 from lmcache_core.token_database.hashing import (
-    chain_hashes_of_bytes,
     extras_of_chunks,
     tokens_as_bytes,
     tokens_as_uint32,
@@ -27,6 +27,8 @@ from lmcache_core.token_database.hashing import (
 from tests.suites.token_database_suite import CHUNK_SIZE, MAX_TOKEN_ID, METADATA
 
 tokens_lists = st.lists(st.integers(0, MAX_TOKEN_ID), max_size=40)
+
+
 span_lists = st.lists(
     st.builds(
         MultimodalSpan,
@@ -78,16 +80,6 @@ def test_a_negative_token_id_of_any_width_is_refused(dtype):
         tokens_as_uint32(np.array([1, -1], dtype))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "said"),
-    [([1, -2, 3], "token id -2 is negative"), ([1, 1 << 32], "token id 4294967296 is above")],
-)
-def test_token_ids_out_of_range_are_refused(tokens, said):
-    for convert in (tokens_as_bytes, tokens_as_uint32):
-        with pytest.raises(ValueError, match=said):
-            convert(tokens)
-
-
 def test_a_process_without_numpy_computes_the_same_hashes():
     program = """
 import sys
@@ -99,12 +91,6 @@ print([h.hex() for _, _, h in chain_hashes_of_bytes(bytes(32), tokens_as_bytes(r
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"{[digest.hex() for digest in digests(np.arange(10))]}\n"
-
-
-@given(tokens_lists, span_lists)
-def test_bytes_make_the_chain_that_words_make(tokens, spans):
-    chain = chain_hashes_of_bytes(bytes(32), tokens_as_bytes(tokens), CHUNK_SIZE, spans)
-    assert [digest for _, _, digest in chain] == digests(tokens, spans)
 
 
 def test_many_spans_over_many_chunks_cost_what_they_overlap():
@@ -129,3 +115,39 @@ def test_a_name_that_is_not_text_is_refused(field: str) -> None:
         identity_root(dataclasses.replace(METADATA, **{field: "a\udcff"}))
     with pytest.raises(IdentityError, match=r"salt .* is not Unicode text"):
         identity_root(METADATA, "a\udcff")
+
+
+class Plain(TokenDatabase):
+    """Has the documented method only."""
+
+    def process_tokens(self, tokens, mask=None):
+        yield 0, len(tokens), CacheEngineKey("vllm", "m", 1, 0, str(tokens.tolist()))
+
+
+def test_only_process_tokens_must_be_implemented():
+    [(start, end, key)] = Plain().process_tokens(torch.arange(3))
+    assert (start, end, key.chunk_hash) == (0, 3, "[0, 1, 2]")
+    with pytest.raises(TypeError):
+        TokenDatabase()
+
+
+def test_a_database_without_salt_refuses_one():
+    Plain().use_salt("")
+    with pytest.raises(ConfigError, match="salt: Plain does not"):
+        Plain().use_salt("tenant-a")
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        (b"", 0, 1),
+        (b"x" * 256, 0, 1),
+        (b"cat", -1, 2),
+        (b"cat", 0, 0),
+        (b"cat", 0, 2**32),
+    ],
+    ids=str,
+)
+def test_a_span_that_covers_no_tokens_or_names_no_content_is_refused(span):
+    with pytest.raises(ValueError):
+        MultimodalSpan(*span)

@@ -1,19 +1,28 @@
-"""Which chunks from host memory are verified, and how many are intact."""
+"""Chunks in memory: which are verified, and digests that are computed on demand."""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from lmcache_core.concurrency import Workers
 from lmcache_core.errors import ConfigError
+from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
-from lmcache_core.record import Chunk, HotVerifier
+from lmcache_core.record import (
+    UNSEALED_DIGEST,
+    Chunk,
+    HotVerifier,
+    RecordHeader,
+    TensorSpec,
+    payload_digest,
+)
 from lmcache_core.record.hot_verifier import SAMPLE_INTERVAL
 
-from tests.suites.chunks import make_chunk, make_payload
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 
 @pytest.fixture(params=["threads", "no threads"])
@@ -50,13 +59,6 @@ def damaged(name: object) -> Chunk:
     data = bytearray(make_payload(name))
     data[len(data) // 2] ^= 1
     return chunk_in(name, BytesBufferMemoryObj(bytes(data)))
-
-
-@pytest.mark.parametrize("bad", [0, 3, 8])
-def test_always_finds_the_first_damaged_chunk(workers: Workers, bad: int) -> None:
-    chunks = [damaged(i) if i == bad else make_chunk(i) for i in range(8)]
-    assert HotVerifier("always").num_intact(chunks, workers) == bad
-    assert HotVerifier("always").num_intact([], workers) == 0
 
 
 def test_never_reads_and_seals_nothing(workers: Workers) -> None:
@@ -120,3 +122,108 @@ def test_an_unknown_mode_is_refused_unless_it_comes_from_a_sidecar() -> None:
         HotVerifier("often")
     assert HotVerifier.lenient("often").mode == "always"
     assert HotVerifier.lenient("never").mode == "never"
+
+
+NUM_THREADS = 6
+
+
+class Counting(BytesBufferMemoryObj):
+    """Counts its readers; the first waits for another one, a little."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.num_reads = 0
+        self._is_overtaken = threading.Event()
+
+    @property
+    def byte_array(self) -> memoryview:
+        self.num_reads += 1
+        if self.num_reads == 1:
+            self._is_overtaken.wait(0.1)
+        self._is_overtaken.set()
+        return super().byte_array
+
+
+def header_of(key: ChunkKey, num_bytes: int) -> RecordHeader:
+    return RecordHeader(
+        key.key.canonical(),
+        "naive",
+        "",
+        False,
+        (TensorSpec("", "uint8", (num_bytes,), 0, num_bytes),),
+        UNSEALED_DIGEST,
+    )
+
+
+def unsealed(name: object, num_bytes: int = 1000) -> Chunk:
+    key = make_key(name)
+    return Chunk.unsealed(
+        key,
+        header_of(key, num_bytes),
+        BytesBufferMemoryObj(make_payload(name, num_bytes)),
+        "memory",
+    )
+
+
+@pytest.mark.parametrize("ask", ["head", "header", "sealed"])
+def test_every_part_with_the_digest_seals_the_chunk_to_the_same_record(ask: str) -> None:
+    chunk = unsealed("a")
+    asked = getattr(chunk, ask)
+    if ask == "sealed":
+        assert asked() is chunk
+    assert chunk.is_sealed
+    assert chunk.head == make_chunk("a").head
+    assert chunk.header == make_chunk("a").header
+
+
+def test_parts_without_the_digest_do_not_seal_the_chunk() -> None:
+    chunk = unsealed("a")
+    assert chunk.described.tensors[0].length == 1000
+    assert not chunk.lossy
+    assert chunk.num_bytes > 1000
+    assert not chunk.moved(chunk.memory, "Other").is_sealed
+    assert not chunk.is_sealed
+
+
+def test_threads_that_seal_together_compute_one_digest() -> None:
+    key, memory = make_key("a"), Counting(make_payload("a"))
+    chunk = Chunk.unsealed(key, header_of(key, 1000), memory, "memory")
+    start, heads = threading.Barrier(NUM_THREADS), list[bytes]()
+
+    def seal() -> None:
+        start.wait()
+        heads.append(chunk.sealed().head)
+
+    threads = [threading.Thread(target=seal) for _ in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heads == [make_chunk("a").head] * NUM_THREADS
+    assert memory.num_reads == 1
+
+
+class Overtaken(Chunk):
+    """Sealed, as by another thread, right after one of its two halves was read."""
+
+    __slots__ = ("is_armed",)
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name in ("_head", "_header") and self.is_armed:
+            self.is_armed = False
+            self.sealed()
+        return value
+
+
+def test_a_chunk_sealed_while_it_is_moved_is_consistent() -> None:
+    chunk = Overtaken.__new__(Overtaken)
+    chunk.is_armed = False
+    key = make_key("a")
+    chunk.__init__(
+        key, header_of(key, 1000), None, BytesBufferMemoryObj(make_payload("a")), "memory"
+    )  # type: ignore[misc]
+    chunk.is_armed = True
+    moved = chunk.moved(chunk.memory, "Other")
+    assert moved.header.digest == payload_digest(make_payload("a"))
+    assert moved.head == make_chunk("a").head
