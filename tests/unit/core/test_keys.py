@@ -64,7 +64,7 @@ def test_equal_keys_are_one_key_in_sets_and_dicts(key):
 
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_are_refused_or_canonical(data):
-    """Also behind a prefix that has been read before, for which there is a shorter way."""
+    """Also after a prefix that has been read before, for which there is a shorter way."""
     whole = KEY.canonical()
     for candidate in (data, whole[:4] + data, whole[: -2 - 64 - 2] + data):
         with contextlib.suppress(IdentityError):

@@ -113,7 +113,7 @@ def test_late_result_is_discarded_and_none_is_lost(loop: LoopThread, timeout_s: 
     for number in range(200):
         with contextlib.suppress(UnavailableError):
             returned.append(loop.run(work(number), timeout_s, discarded.append))
-    loop.run(give(0), PATIENCE_S)  # behind all others
+    loop.run(give(0), PATIENCE_S)  # after all others
     assert sorted(discarded + returned) == begun
 
 

@@ -41,17 +41,10 @@ def smooth_kv(tokens: torch.Tensor) -> KVCaches:
     return tuple((base * (layer + 1), base * -(layer + 1)) for layer in range(NUM_LAYERS))
 
 
-@pytest.fixture(params=["disk", "remote"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, object]:
-    """The options that name a tier, except its serde."""
-    if request.param == "disk":
-        return {"local_disk": f"file://{tmp_path}/disk/", "max_local_disk_size": 0.05}
-    (tmp_path / "shared").mkdir()
-    return {"remote_url": f"file://{tmp_path}/shared/"}
-
-
-def with_serde(tier: dict[str, object], serde: str) -> dict[str, object]:
-    return PATIENT | tier | {"local_disk_serde" if "local_disk" in tier else "remote_serde": serde}
+def with_serde(directory: Path, serde: str) -> dict[str, object]:
+    """The options of an engine with an encoded disk."""
+    disk = {"local_disk": f"file://{directory}/disk/", "max_local_disk_size": 0.05}
+    return PATIENT | disk | {"local_disk_serde": serde}
 
 
 def store(options: dict[str, object], kv: KVCaches) -> dict[str, int]:
@@ -85,33 +78,33 @@ def assert_same(got: KVCaches, want: KVCaches) -> None:
             assert torch.equal(g.view(torch.int32), w.view(torch.int32)), "bit for bit"
 
 
-def test_lossless_gives_back_every_bit_from_every_tier(tier: dict[str, object]) -> None:
-    options = with_serde(tier, "lossless")
+def test_lossless_gives_back_every_bit(tmp_path: Path) -> None:
+    options = with_serde(tmp_path, "lossless")
     figures = store(options, smooth_kv(TOKENS))
     assert figures["encoded_chunks"] == NUM_CHUNKS
     assert figures["encoded_bytes"] < figures["encoded_raw_bytes"]
     num_loaded, got, misses = retrieve(options)
     assert (num_loaded, misses) == (len(TOKENS), {})
     assert_same(got, smooth_kv(TOKENS))
-    assert retrieve(with_serde(tier, "naive"))[2] == {"encoding": 2 * NUM_CHUNKS}, (
+    assert retrieve(with_serde(tmp_path, "naive"))[2] == {"encoding": 2 * NUM_CHUNKS}, (
         "nothing is decoded that was not opened"
     )
 
 
 def test_lossy_chunks_are_served_close_by_and_only_to_an_engine_that_allows_loss(
-    tier: dict[str, object],
+    tmp_path: Path,
 ) -> None:
     kv = smooth_kv(TOKENS)
-    figures = store(with_serde(tier, "cachegen"), kv)
+    figures = store(with_serde(tmp_path, "cachegen"), kv)
     assert figures["encoded_bytes"] < figures["encoded_raw_bytes"] / 2
-    num_loaded, got, misses = retrieve(with_serde(tier, "cachegen"))
+    num_loaded, got, misses = retrieve(with_serde(tmp_path, "cachegen"))
     assert (num_loaded, misses) == (len(TOKENS), {})
     largest = max(float(side.abs().max()) for layer in kv for side in layer)
     for got_layer, want_layer in zip(got, kv, strict=True):
         for g, w in zip(got_layer, want_layer, strict=True):
             assert not torch.equal(g, w)
             assert float((g - w).abs().max()) < 0.1 * largest
-    num_loaded, got, misses = retrieve(with_serde(tier, "lossless"))
+    num_loaded, got, misses = retrieve(with_serde(tmp_path, "lossless"))
     assert (num_loaded, list(misses)) == (0, ["encoding"])
     assert all(side.isnan().all() for layer in got for side in layer), (
         "the serving engine's memory is untouched"
@@ -119,11 +112,11 @@ def test_lossy_chunks_are_served_close_by_and_only_to_an_engine_that_allows_loss
 
 
 def test_a_lossless_engine_replaces_lossy_records(
-    tier: dict[str, object],
+    tmp_path: Path,
 ) -> None:
     kv = smooth_kv(TOKENS)
-    store(with_serde(tier, "cachegen"), kv)
-    options = with_serde(tier, "lossless")
+    store(with_serde(tmp_path, "cachegen"), kv)
+    options = with_serde(tmp_path, "lossless")
     with embedded_engine(**options) as cache:
         assert not cache.engine.retrieve(TOKENS, kvcaches=empty_kv(len(TOKENS))).any()
         assert cache.engine.lookup(TOKENS) == 0
@@ -132,7 +125,7 @@ def test_a_lossless_engine_replaces_lossy_records(
     num_loaded, got, _ = retrieve(options)
     assert num_loaded == len(TOKENS)
     assert_same(got, kv)
-    num_loaded, got, _ = retrieve(with_serde(tier, "cachegen"))
+    num_loaded, got, _ = retrieve(with_serde(tmp_path, "cachegen"))
     assert num_loaded == len(TOKENS)
     assert_same(got, kv)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from lmcache_core.concurrency import Workers
@@ -18,7 +17,6 @@ from lmcache_core.record import (
     HotVerifier,
     RecordHeader,
     TensorSpec,
-    payload_digest,
 )
 from lmcache_core.record.hot_verifier import SAMPLE_INTERVAL
 
@@ -124,26 +122,6 @@ def test_an_unknown_mode_is_refused_unless_it_comes_from_a_sidecar() -> None:
     assert HotVerifier.lenient("never").mode == "never"
 
 
-NUM_THREADS = 6
-
-
-class Counting(BytesBufferMemoryObj):
-    """Counts its readers; the first waits for another one, a little."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data)
-        self.num_reads = 0
-        self._is_overtaken = threading.Event()
-
-    @property
-    def byte_array(self) -> memoryview:
-        self.num_reads += 1
-        if self.num_reads == 1:
-            self._is_overtaken.wait(0.1)
-        self._is_overtaken.set()
-        return super().byte_array
-
-
 def header_of(key: ChunkKey, num_bytes: int) -> RecordHeader:
     return RecordHeader(
         key.key.canonical(),
@@ -183,47 +161,3 @@ def test_parts_without_the_digest_do_not_seal_the_chunk() -> None:
     assert chunk.num_bytes > 1000
     assert not chunk.moved(chunk.memory, "Other").is_sealed
     assert not chunk.is_sealed
-
-
-def test_threads_that_seal_together_compute_one_digest() -> None:
-    key, memory = make_key("a"), Counting(make_payload("a"))
-    chunk = Chunk.unsealed(key, header_of(key, 1000), memory, "memory")
-    start, heads = threading.Barrier(NUM_THREADS), list[bytes]()
-
-    def seal() -> None:
-        start.wait()
-        heads.append(chunk.sealed().head)
-
-    threads = [threading.Thread(target=seal) for _ in range(NUM_THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert heads == [make_chunk("a").head] * NUM_THREADS
-    assert memory.num_reads == 1
-
-
-class Overtaken(Chunk):
-    """Sealed, as by another thread, right after one of its two halves was read."""
-
-    __slots__ = ("is_armed",)
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if name in ("_head", "_header") and self.is_armed:
-            self.is_armed = False
-            self.sealed()
-        return value
-
-
-def test_a_chunk_sealed_while_it_is_moved_is_consistent() -> None:
-    chunk = Overtaken.__new__(Overtaken)
-    chunk.is_armed = False
-    key = make_key("a")
-    chunk.__init__(
-        key, header_of(key, 1000), None, BytesBufferMemoryObj(make_payload("a")), "memory"
-    )  # type: ignore[misc]
-    chunk.is_armed = True
-    moved = chunk.moved(chunk.memory, "Other")
-    assert moved.header.digest == payload_digest(make_payload("a"))
-    assert moved.head == make_chunk("a").head

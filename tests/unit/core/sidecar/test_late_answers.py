@@ -106,7 +106,7 @@ def asked(sidecar: ScriptedSidecar) -> list[str]:
 
 
 def test_question_waits_for_its_turn_on_the_connection(tmp_path: Path) -> None:
-    """A lookup that gave up behind a late answer would miss stored chunks."""
+    """A lookup that gave up after a late answer would miss stored chunks."""
     with held(tmp_path) as (store, _, go), ThreadPoolExecutor(2) as pool:
         keys = [keys_by_chunk(chain_of([number])) for number in range(2)]
         found = [pool.submit(store.contains, key) for key in keys]

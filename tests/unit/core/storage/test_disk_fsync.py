@@ -8,7 +8,7 @@ from pathlib import Path
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backoff import MIN_PAUSE_S
 
-from tests.fixtures.disk_tier import Clock, file_of, opened, put
+from tests.fixtures.disk_tier import Clock, file_of, fill, opened, put
 from tests.suites.chunks import make_key
 
 
@@ -65,4 +65,19 @@ async def test_name_that_could_not_be_synced_is_synced_by_the_next_write(tmp_pat
     clock.now += MIN_PAUSE_S
     await put(disk, "a")
     assert tenant in files.calls
+    await disk.close()
+
+
+async def test_record_of_an_earlier_process_is_synced_when_it_is_stored_again(
+    tmp_path: Path,
+) -> None:
+    shard = (await fill(tmp_path, "a"))["a"].parent
+    files = RecordedSyncs()
+    disk = await synced_tier(tmp_path, files)
+    await put(disk, "a")
+    assert files.calls[:2] == ["sync", shard]
+    files.calls.clear()
+    files.failing = {shard}
+    await put(disk, "a")
+    assert files.calls == []
     await disk.close()

@@ -20,6 +20,6 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def module() -> Iterator[ModuleType]:
-    """The connector's module beside vLLM 0.32."""
+    """The connector's module with vLLM 0.32."""
     with imported_connector() as imported:
         yield imported

@@ -88,7 +88,7 @@ COUNTED = {
     ),
     "WeightTransferConfig": "backend",
 }
-"""Fields that may change the KV, or of which nobody has shown that they cannot."""
+"""Fields that may change the KV: it is not shown that they cannot."""
 COUNTED_VARIABLES = (
     "AITER_SITUV2_A8W4 K_SCALE_CONSTANT Q_SCALE_CONSTANT"
     " VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN"

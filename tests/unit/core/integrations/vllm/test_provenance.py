@@ -31,7 +31,7 @@ def nothing_stored(shape: Shape = Shape()) -> SchedulerSide:  # noqa: B008
     return scheduler_side(ScriptedStore([None]), shape)
 
 
-def behind(num_local: int, first: int) -> tuple[list[int]]:
+def sharing(num_local: int, first: int) -> tuple[list[int]]:
     """A table that shares the blocks of the first tokens with `TABLE`."""
     num_shared = num_local // SIZE
     return ([*TABLE[:num_shared], *range(first, first + 11 - num_shared)],)
@@ -97,7 +97,7 @@ def num_stored(side: SchedulerSide, output: object, name: str) -> int:
 def test_blocks_of_the_prefix_cache_of_unknown_origin_are_not_stored(
     num_known: int,
 ) -> None:
-    """Neither is what is computed from them, by this request or by one behind it."""
+    """Neither is what is computed from them, by this request or by one after it."""
     side = nothing_stored()
     if num_known:
         seen = request_of(num_known * SIZE, name="seen")
@@ -106,7 +106,7 @@ def test_blocks_of_the_prefix_cache_of_unknown_origin_are_not_stored(
     request = request_of()
     assert step(side, request, (TABLE,), 24) == 0
     assert num_stored(side, output_of(again=[("r", ([12],), LENGTH, 1)]), "r") == 0
-    assert step(side, request_of(name="behind"), behind(40, 21), 40) == 0
+    assert step(side, request_of(name="after"), sharing(40, 21), 40) == 0
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
@@ -123,12 +123,14 @@ def test_kv_that_another_connector_loads_is_not_stored(is_async: bool, is_resume
     side.allocated(loading, tables, 0)
     if is_async:
         side.plan_stores(output_of(), ())
-        # The load has ended, and others find its blocks before it goes on itself.
-        assert step(side, request_of(name="sooner"), behind(24, 31), 24) == 0
+        # The load has ended, and others find its blocks before it continues itself.
+        assert step(side, request_of(name="sooner"), sharing(24, 31), 24) == 0
         side.allocated(loading, tables, 0)
     assert computed(side, loading, tables, 24, is_resumed) == 0
-    assert step(side, request_of(name="behind"), behind(24, 21), 24) == 0
-    assert step(side, request_of(name="in front"), behind(8, 61), 8) == 5, "two blocks are known"
+    assert step(side, request_of(name="after"), sharing(24, 21), 24) == 0
+    assert step(side, request_of(name="before both"), sharing(8, 61), 8) == 5, (
+        "two blocks are known"
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_only_blocks_before_the_failure_of_a_load_are_known(
     side.step_done(WorkerReport(failed={"r": 20}), ())
     side.step_done(WorkerReport(failed={"r": first_bad}), ["r"])
     end(side, request)
-    assert step(side, request_of(name="behind"), behind(shared, 21), shared) == stored
+    assert step(side, request_of(name="after"), sharing(shared, 21), shared) == stored
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
@@ -183,10 +185,10 @@ def test_request_may_begin_after_blocks_that_the_same_step_computes(is_resumed: 
     first, second = request_of(name="first"), request_of(name="second")
     if is_resumed:
         assert step(side, first, (list(range(41, 52)),)) == 5
-    for request, num_local, tables in ((first, 0, (TABLE,)), (second, 24, behind(24, 21))):
+    for request, num_local, tables in ((first, 0, (TABLE,)), (second, 24, sharing(24, 21))):
         assert not side.num_matched(request, num_local)[0]
         side.allocated(request, tables, 0)
-    one, other = ("first", (TABLE,), 0, LENGTH), ("second", behind(24, 21), 24, 19)
+    one, other = ("first", (TABLE,), 0, LENGTH), ("second", sharing(24, 21), 24, 19)
     output = output_of([other], [one], ["first"]) if is_resumed else output_of([one, other])
     assert num_stored(side, output, "second") == 5
 
@@ -200,12 +202,12 @@ def test_new_blocks_of_a_running_request_are_known_if_its_others_are() -> None:
         side.plan_stores(output_of([(name, (table,), num_local, 16 - num_local)]), ())
     more = [("known", (TABLE[4:],), 16, 27), ("unknown", (list(range(85, 92)),), 16, 27)]
     assert [store.request_id for store in side.plan_stores(output_of(again=more), ())] == ["known"]
-    assert step(side, request_of(name="behind"), behind(40, 21), 40) == 5
+    assert step(side, request_of(name="after"), sharing(40, 21), 40) == 5
     again = ([*range(81, 91), 99],)
-    assert step(side, request_of(name="behind the other"), again, 40) == 0
+    assert step(side, request_of(name="after the other"), again, 40) == 0
     # Blocks of the one that is known, handed to the other
     side.plan_stores(output_of(again=[("unknown", (TABLE[8:10],), LENGTH, 1)]), ())
-    assert step(side, request_of(name="later"), behind(40, 31), 40) == 0
+    assert step(side, request_of(name="later"), sharing(40, 31), 40) == 0
 
 
 def test_blocks_computed_before_the_salt_was_known_are_stored() -> None:
@@ -214,7 +216,7 @@ def test_blocks_computed_before_the_salt_was_known_are_stored() -> None:
     side = scheduler_side(ScriptedStore([None]), namer=namer)
     assert step(side, request_of(name="first"), (TABLE,)) == 0
     namer.use_salt("")
-    assert step(side, request_of(name="second"), behind(40, 21), 40) == 5
+    assert step(side, request_of(name="second"), sharing(40, 21), 40) == 5
 
 
 def test_blocks_of_an_earlier_epoch_are_not_stored() -> None:
@@ -224,7 +226,7 @@ def test_blocks_of_an_earlier_epoch_are_not_stored() -> None:
     assert step(side, running, (TABLE,)) == 5
     side.begin_epoch()
     side.plan_stores(output_of(again=[("running", ([12],), LENGTH, 1)]), ())
-    assert step(side, request_of(name="new"), behind(24, 21), 24) == 0
+    assert step(side, request_of(name="new"), sharing(24, 21), 24) == 0
     assert step(side, request_of(name="newer"), (list(range(41, 52)),)) == 5
 
 
@@ -238,11 +240,11 @@ def test_blocks_of_an_adapter_that_was_reloaded_are_not_stored(tmp_path: Path) -
     path = str(make_adapter(tmp_path, "one"))
     adapter = Adapter("adapter", path)
     assert step(side, request("first", adapter), (TABLE,)) == 5
-    assert step(side, request("second", adapter), behind(24, 21), 24) == 5
-    assert step(side, request("without", None), behind(24, 31), 24) == 0
+    assert step(side, request("second", adapter), sharing(24, 21), 24) == 5
+    assert step(side, request("without", None), sharing(24, 31), 24) == 0
     make_adapter(tmp_path, "another")
     reloaded = Adapter("adapter", path, load_inplace=True)
-    assert step(side, request("third", reloaded), behind(24, 41), 24) == 0
+    assert step(side, request("third", reloaded), sharing(24, 41), 24) == 0
     assert step(side, request("fourth", reloaded), (list(range(61, 72)),)) == 5
 
 
@@ -252,5 +254,5 @@ def test_nothing_is_stored_after_states_of_unknown_origin() -> None:
     tables = [1, 2, 3, 4, 5, 6], [0, 0, 11, 0, 12, 13]
     assert step(side, first, tables) == 5
     kept, lost = ([1, 2, 3, 4, 5, 21], [0, 0, 0, 0, 12, 22]), ([1, 2, 3, 4, 5, 31], [0] * 4 + [32])
-    assert step(side, request_of(name="behind"), kept, 40) == 5
-    assert step(side, request_of(name="behind another"), lost, 40) == 0
+    assert step(side, request_of(name="after"), kept, 40) == 5
+    assert step(side, request_of(name="after another"), lost, 40) == 0

@@ -251,7 +251,7 @@ def test_recurrent_state_is_stored_from_the_blocks_that_vllm_names() -> None:
     for token in range(8):
         request.append(token)
     last = output_of(again=[("r", ([6], [10]), 43, 8)])
-    assert side.plan_stores(states_of(last, (10, 48)), ()) == (), "behind the prompt"
+    assert side.plan_stores(states_of(last, (10, 48)), ()) == (), "after the prompt"
     assert side.stores.take_overwritten() == {"r"}, "the state after 16 tokens is gone"
 
 

@@ -51,7 +51,7 @@ TIER_TIMEOUT_S = PATIENCE_S * worker_module.STEP_SHARE
 
 @dataclass
 class Rank:
-    """A worker's side and vLLM's memory behind it."""
+    """A worker's side and vLLM's memory."""
 
     side: WorkerSide
     memory: RankMemory
@@ -348,7 +348,7 @@ def test_chunks_are_released_when_their_copies_have_ended(
 def test_store_copies_what_the_step_has_computed(
     rank: Callable[..., Rank], runtime: cuda_streams.Runtime, layout: str, shape: Shape
 ) -> None:
-    """On its own stream, behind the step."""
+    """On its own stream, after the step."""
     here = rank(shape, layout=layout)
     runtime.waited_by.clear()
     runtime.log.clear()
@@ -393,7 +393,7 @@ def test_a_step_waits_on_the_device_for_reads_of_what_it_overwrites(
     shape: Shape,
     is_told_late: bool,
 ) -> None:
-    """vLLM's thread waits for nothing. Where it is told late, that is at the end of its step."""
+    """vLLM's thread waits for nothing. Where it hears of them late, that is at the end of its step."""
     hanging.is_moving.set()
     here = rank(shape, layout=layout, is_told_late=is_told_late)
     here.fill(BLOCKS)
@@ -435,7 +435,7 @@ def test_blocks_are_given_back_when_they_are_read(
     here.side.store(storing())
     here.side.before_overwriting(StepPlan(overwritten=frozenset({"r"})))
     assert here.side.take_sent() == set()
-    overwrite(here, runtime)  # behind the reads
+    overwrite(here, runtime)  # after the reads
     assert here.side.take_sent() == {"r"}
     check_stored(here, runtime, kept)
 

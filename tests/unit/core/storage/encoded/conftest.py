@@ -1,4 +1,4 @@
-"""A tier in memory behind each kind of codec; at the end nothing may be held and no codec open."""
+"""A tier in memory with each kind of codec; at the end nothing may be held and no codec open."""
 
 from __future__ import annotations
 
