@@ -393,7 +393,7 @@ def test_a_step_waits_on_the_device_for_reads_of_what_it_overwrites(
     shape: Shape,
     is_told_late: bool,
 ) -> None:
-    """vLLM's thread waits for nothing. Where it hears of them late, that is at the end of its step."""
+    """vLLM's thread waits for nothing. It hears of them before the step, or late, at its end."""
     hanging.is_moving.set()
     here = rank(shape, layout=layout, is_told_late=is_told_late)
     here.fill(BLOCKS)
