@@ -127,8 +127,7 @@ def test_url_form_has_one_spelling():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"world_size": -1}, {"worker_id": 2**32}, {"world_size": 4.0}, {"worker_id": "1"}],
+    "change", [{"world_size": -1}, {"worker_id": 2**32}, {"world_size": 4.0}, {"worker_id": "1"}]
 )
 def test_numbers_that_do_not_fit_are_refused(change):
     assert KEY.canonical(), "4.0 equals 4, also in a memo of keys that were spelled before"

@@ -84,8 +84,7 @@ def test_last_and_worst_errors_are_kept_by_profile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stated", "kept"),
-    [(math.inf, MAX_ERROR), (math.nan, MAX_ERROR), (-1.0, 0.0)],
+    ("stated", "kept"), [(math.inf, MAX_ERROR), (math.nan, MAX_ERROR), (-1.0, 0.0)]
 )
 def test_error_in_a_record_is_bounded(stated: float, kept: float) -> None:
     figures = CodecFigures()

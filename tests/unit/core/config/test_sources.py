@@ -84,7 +84,7 @@ def test_other_variables_with_our_prefix_are_refused(name):
 
 def test_file_sets_the_options_that_it_names(from_yaml):
     config = from_yaml(
-        "chunk_size: 128\nlocal_disk: file:///cache/\nremote_url: null\nsave_decode_cache: yes\n",
+        "chunk_size: 128\nlocal_disk: file:///cache/\nremote_url: null\nsave_decode_cache: yes\n"
     )
     assert config == dataclasses.replace(
         DEFAULTS,

@@ -35,12 +35,7 @@ def test_every_documented_backend_means_these_tiers(backend, cpu, disk, remote):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"backend": "gpu"},
-        {"backend": "remote", "remote_url": None},
-        {"local_cpu": False},
-    ],
+    "options", [{"backend": "gpu"}, {"backend": "remote", "remote_url": None}, {"local_cpu": False}]
 )
 def test_legacy_refuses_what_it_cannot_do(options):
     with pytest.raises(ConfigError):

@@ -13,11 +13,7 @@ from lmcache_core.engine import LMCacheEngineBuilder
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import DEFAULT_TENANT, ChunkKey
 from lmcache_core.memory import HostMemoryAllocator
-from lmcache_core.telemetry import (
-    RETRIEVED_TOKENS_TOTAL,
-    STORED_BYTES_TOTAL,
-    STORED_CHUNKS_TOTAL,
-)
+from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL, STORED_BYTES_TOTAL, STORED_CHUNKS_TOTAL
 
 from tests.fixtures.embedded import PATIENT, build_engine, embedded_engine, until
 from tests.fixtures.kv import (

@@ -111,9 +111,7 @@ def test_lossy_chunks_are_served_close_by_and_only_to_an_engine_that_allows_loss
     )
 
 
-def test_a_lossless_engine_replaces_lossy_records(
-    tmp_path: Path,
-) -> None:
+def test_a_lossless_engine_replaces_lossy_records(tmp_path: Path) -> None:
     kv = smooth_kv(TOKENS)
     store(with_serde(tmp_path, "cachegen"), kv)
     options = with_serde(tmp_path, "lossless")

@@ -12,11 +12,7 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.memory import HostMemoryAllocator
-from lmcache_core.token_database import (
-    ChunkedTokenDatabase,
-    RadixTokenDatabase,
-    TokenDatabase,
-)
+from lmcache_core.token_database import ChunkedTokenDatabase, RadixTokenDatabase, TokenDatabase
 
 from tests.fixtures.embedded import build_engine, embedded_engine
 from tests.fixtures.kv import assert_equal_prefix, empty_kv, make_config, make_metadata

@@ -18,12 +18,7 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.telemetry import FAILED_CALLS_TOTAL
 
 from tests.fixtures.embedded import Embedded, embedded_engine
-from tests.fixtures.kv import (
-    HIDDEN,
-    NUM_LAYERS,
-    assert_equal_prefix,
-    empty_kv,
-)
+from tests.fixtures.kv import HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import kv_of, tokens_of
 from tests.suites.faults import ForwardingBackend
 

@@ -19,10 +19,7 @@ from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskFiles
-from lmcache_core.telemetry import (
-    RETRIEVED_TOKENS_TOTAL,
-    STORED_CHUNKS_TOTAL,
-)
+from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL
 
 from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
@@ -205,9 +202,7 @@ def test_a_read_during_a_close_leaves_nothing_in_memory(tmp_path: Path, close_ha
         assert cache.allocator.used_bytes == 0
 
 
-def test_a_store_during_a_close_leaves_nothing_in_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_store_during_a_close_leaves_nothing_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with embedded_engine() as cache:
         put_many = cache.hot.put_many
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lmcache_core.errors import LayoutError
-from lmcache_core.gpu_connectors import (
-    KVLayout,
-    LayerGroup,
-    LogicalMemory,
-    PagedGPUConnector,
-)
+from lmcache_core.gpu_connectors import KVLayout, LayerGroup, LogicalMemory, PagedGPUConnector
 from lmcache_core.gpu_connectors.layout import gaps_between
 
 from tests.suites.connector_suite import make_memory

@@ -10,12 +10,7 @@ from lmcache_core.gpu_connectors.streams import LaunchedCopies
 
 from tests.fixtures.cuda_streams import Runtime, install
 from tests.suites.connector_suite import SLOTS, make_memory
-from tests.suites.kv_caches import (
-    make_kv_caches,
-    one_group,
-    same,
-    snapshot,
-)
+from tests.suites.kv_caches import make_kv_caches, one_group, same, snapshot
 
 LAYOUT = one_group(packing=Packing.KV_FIRST)
 CHUNKS = ((4, 7), (7, 10), (10, 13))

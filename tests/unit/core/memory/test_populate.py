@@ -12,12 +12,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.memory import populate as module
-from lmcache_core.memory.populate import (
-    BackgroundPopulation,
-    allocate,
-    memory_nodes,
-    populate,
-)
+from lmcache_core.memory.populate import BackgroundPopulation, allocate, memory_nodes, populate
 
 MB = 1 << 20
 PAGE = mmap.PAGESIZE

@@ -114,9 +114,7 @@ async def test_transfers_are_assigned() -> None:
         [{"instance": "b", "chunk_ids": [ONE.hex()], "expires_ms": -1}],
     ],
 )
-async def test_impossible_assignments_are_refused(
-    assignments: list[dict[str, Any]],
-) -> None:
+async def test_impossible_assignments_are_refused(assignments: list[dict[str, Any]]) -> None:
     client = await opened(granted(*assignments))
     with pytest.raises(UnavailableError, match="unusable answer"):
         await client.transfers("me", [(ONE, ["b", "c", "me"])])

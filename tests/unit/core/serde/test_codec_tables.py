@@ -8,14 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lmcache_core.errors import SerdeError
-from lmcache_core.serde.tables import (
-    LEVELS,
-    TOTAL,
-    TableSet,
-    bell_curves,
-    flattened,
-    reciprocals,
-)
+from lmcache_core.serde.tables import LEVELS, TOTAL, TableSet, bell_curves, flattened, reciprocals
 
 GOLDEN = json.loads(
     (Path(__file__).parents[3] / "contract/golden/codec.json").read_text(encoding="utf-8")

@@ -186,9 +186,7 @@ def test_welcome_of_a_later_version_is_understood(tmp_path: Path) -> None:
         with engine_at(sidecar.path) as engine:
             assert use(engine) == len(TOKENS)
             sidecar.script = script(
-                HELLO=later,
-                LOAD=lambda r: loaded(r, offset=8 * PAYLOAD_BYTES),
-                REJECT=m.Ok(),
+                HELLO=later, LOAD=lambda r: loaded(r, offset=8 * PAYLOAD_BYTES), REJECT=m.Ok()
             )
             with sidecar.arena.open("r+b") as file:
                 file.seek(8 * PAYLOAD_BYTES)

@@ -79,8 +79,7 @@ async def test_file_that_cannot_be_removed_does_not_stop_eviction(disk, files, c
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"),
-    [(errno.EISDIR, MissReason.CORRUPT), (errno.EIO, MissReason.UNAVAILABLE)],
+    ("code", "reason"), [(errno.EISDIR, MissReason.CORRUPT), (errno.EIO, MissReason.UNAVAILABLE)]
 )
 async def test_read_error_drops_a_chunk_only_if_it_is_no_file(disk, files, code, reason):
     await disk.batched_put([make_chunk("a")])

@@ -18,11 +18,7 @@ from hypothesis import strategies as st
 from lmcache_core.errors import ConfigError, IdentityError
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.token_database import MultimodalSpan, TokenDatabase, chain_hashes, identity_root
-from lmcache_core.token_database.hashing import (
-    extras_of_chunks,
-    tokens_as_bytes,
-    tokens_as_uint32,
-)
+from lmcache_core.token_database.hashing import extras_of_chunks, tokens_as_bytes, tokens_as_uint32
 
 from tests.suites.token_database_suite import CHUNK_SIZE, MAX_TOKEN_ID, METADATA
 
@@ -139,13 +135,7 @@ def test_a_database_without_salt_refuses_one():
 
 @pytest.mark.parametrize(
     "span",
-    [
-        (b"", 0, 1),
-        (b"x" * 256, 0, 1),
-        (b"cat", -1, 2),
-        (b"cat", 0, 0),
-        (b"cat", 0, 2**32),
-    ],
+    [(b"", 0, 1), (b"x" * 256, 0, 1), (b"cat", -1, 2), (b"cat", 0, 0), (b"cat", 0, 2**32)],
     ids=str,
 )
 def test_a_span_that_covers_no_tokens_or_names_no_content_is_refused(span):

@@ -82,9 +82,7 @@ async def test_cancelled_declaration_is_made_by_the_next_request() -> None:
     ],
     ids=range(4),
 )
-async def test_key_that_cannot_be_encoded_is_refused_before_it_is_sent(
-    bad: CacheEngineKey,
-) -> None:
+async def test_key_that_cannot_be_encoded_is_refused_before_it_is_sent(bad: CacheEngineKey) -> None:
     line = Line()
     with pytest.raises(IdentityError):
         await naming(line).names([ChunkKey.of("default", bad)])

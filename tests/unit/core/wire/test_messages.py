@@ -130,11 +130,7 @@ def test_message_out_of_bounds_is_refused(frame_type: FrameType, plain: object) 
 @pytest.mark.parametrize(
     ("frame_type", "plain", "message"),
     [
-        (
-            FrameType.HELLO,
-            [1, 9, [], None, "x", None, "new"],
-            messages.Hello(1, 9, [], None, "x"),
-        ),
+        (FrameType.HELLO, [1, 9, [], None, "x", None, "new"], messages.Hello(1, 9, [], None, "x")),
         (
             FrameType.HELLO,
             [1, 1, [], None, "x", ["vllm/e", 7, 1, "org/m", "layout", 2, {"more": 1}]],

@@ -74,9 +74,7 @@ async def test_pieces_of_any_size_arrive_in_order(pair: tuple[FrameStream, Frame
     assert far.num_received == len(data)
 
 
-async def test_socket_is_read_only_for_a_reader(
-    pair: tuple[FrameStream, FrameStream],
-) -> None:
+async def test_socket_is_read_only_for_a_reader(pair: tuple[FrameStream, FrameStream]) -> None:
     near, far = pair
     num_bytes = 64 << 20
     sending = asyncio.create_task(near.send(memoryview(bytes(num_bytes))))

@@ -13,12 +13,7 @@ from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState
 from lmcache_core.integrations.vllm.weights import Adapters
 
 from tests.fixtures.vllm_engine import Adapter, Request
-from tests.fixtures.vllm_engine.parts import (
-    METADATA,
-    PLAIN,
-    groups_of,
-    request_of,
-)
+from tests.fixtures.vllm_engine.parts import METADATA, PLAIN, groups_of, request_of
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, make_adapter
 
 REVISION = "c0ffee" * 6 + "c0ff"

@@ -227,12 +227,7 @@ VALUES: list[Any] = [
     *(torch.float16, torch.bfloat16, torch.device("cpu"), Kind.FIRST, Kind.SECOND, int, len),
     *([], [1], [1, 2], [[1], 2], [[1, 2]], {}, {"1": 2}, {"1": {"2": 3}}, {1, 2}, {1, 3}),
     *(Part(1), Part(2), SimpleNamespace(size=1), {"size": 1}),
-    *(
-        Own(1),
-        Own(2),
-        partial(len),
-        partial(max),
-    ),
+    *(Own(1), Own(2), partial(len), partial(max)),
     *(SimpleNamespace(to_dict=lambda: {"a": 1}), SimpleNamespace(to_dict=lambda: {"a": 2})),
 ]
 

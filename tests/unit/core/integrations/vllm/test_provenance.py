@@ -94,9 +94,7 @@ def num_stored(side: SchedulerSide, output: object, name: str) -> int:
 
 
 @pytest.mark.parametrize("num_known", [0, 5])
-def test_blocks_of_the_prefix_cache_of_unknown_origin_are_not_stored(
-    num_known: int,
-) -> None:
+def test_blocks_of_the_prefix_cache_of_unknown_origin_are_not_stored(num_known: int) -> None:
     """Neither is what is computed from them, by this request or by one after it."""
     side = nothing_stored()
     if num_known:

@@ -118,8 +118,7 @@ class Starts:
         config = vllm_config(shape, self._models[drawn.weights], options, 0)
         model = config.model_config
         model.hf_config = SimpleNamespace(
-            architectures=[drawn.architecture],
-            rope_parameters=copy.deepcopy(ROPES[drawn.rope]),
+            architectures=[drawn.architecture], rope_parameters=copy.deepcopy(ROPES[drawn.rope])
         )
         model.max_model_len, model.dtype = drawn.length, drawn.dtype
         if drawn.tuning is not None:

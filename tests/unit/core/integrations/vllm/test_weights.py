@@ -14,10 +14,7 @@ import pytest
 from lmcache_core.errors import LayoutError
 from lmcache_core.integrations.vllm import file_digests as module
 from lmcache_core.integrations.vllm.file_digests import file_digests
-from lmcache_core.integrations.vllm.weights import (
-    adapter_fingerprint,
-    model_fingerprint,
-)
+from lmcache_core.integrations.vllm.weights import adapter_fingerprint, model_fingerprint
 
 from tests.fixtures.vllm_engine.worlds import make_adapter, make_model
 from tests.fixtures.waiting import wait_until

@@ -102,11 +102,7 @@ def storing(blocks: tuple[int, ...] = BLOCKS, group: int = 0, first: int = 0) ->
 
 
 def loading(
-    blocks: tuple[int, ...],
-    begin: int,
-    end: int,
-    group: int = 0,
-    first: int = 0,
+    blocks: tuple[int, ...], begin: int, end: int, group: int = 0, first: int = 0
 ) -> StepPlan:
     return StepPlan((Load("r", begin, end, (run_of(blocks, group, first),)),))
 
