@@ -172,3 +172,13 @@ def test_call_that_comes_too_late_to_begin_does_not_wait(monkeypatch: pytest.Mon
     made.close(PATIENCE_S)
     caller.join(PATIENCE_S)
     assert len(refused) == 1
+
+
+def test_closed_loop_refuses_calls() -> None:
+    loop = LoopThread("test")
+    loop.open()
+    loop.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        loop.run(give(1), 1.0)
+    with pytest.raises(UnavailableError, match="closed"):
+        loop.submit(give(1))

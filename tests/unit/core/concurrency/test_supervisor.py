@@ -82,3 +82,9 @@ async def test_cancelled_work_leaves_no_task(num_turns: int) -> None:
         await running
     assert ended == ([] if num_turns < 3 else ["a", "b"])
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_closed_supervisor_starts_nothing() -> None:
+    tasks = TaskSupervisor("component")
+    await tasks.close(drain_s=60)
+    assert not tasks.start("late", end_slowly([]))

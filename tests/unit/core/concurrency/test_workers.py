@@ -199,3 +199,15 @@ def test_an_error_ends_a_map_once_begun_work_has_ended(workers: Workers) -> None
     with pytest.raises(LookupError):
         workers.map(note_and_fail, range(100))
     assert len(begun) <= 2
+
+
+def test_close_leaves_work_that_does_not_end(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_WAIT_S", 0.01)
+    may_end = threading.Event()
+    future = workers.submit(may_end.wait, PATIENCE_S)
+    workers.close()
+    assert not future.done()
+    may_end.set()
+    assert future.result()

@@ -311,3 +311,24 @@ def test_disk_may_be_a_path_that_is_not_utf8():
 def test_salt_that_cannot_be_hashed_is_refused_and_not_shown():
     with pytest.raises(ConfigError, match="salt=…: must be text in UTF-8"):
         LMCacheEngineConfig.from_env({"LMCACHE_SALT": os.fsdecode(b"s3cret\xff")})
+
+
+@pytest.mark.parametrize("value", ["/mnt/\ud800", "file:///mnt/\ud800"])
+@pytest.mark.parametrize("name", ["local_disk", "remote_url"])
+def test_path_that_no_file_can_have_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"{name}=.*must be"):
+        from_defaults(**{name: value}, max_local_disk_size=1)
+
+
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        ("file:///a,b", "%3F, %23, %2C"),
+        ("file://host/a", "the absolute path of a directory"),
+        ("redis://host:1/abc", "the number of a database"),
+        ("rediss://host/1/2", "the number of a database"),
+    ],
+)
+def test_refused_remote_url_names_the_rule_of_its_scheme(url, rule):
+    with pytest.raises(ConfigError, match=f"remote_url=.*{rule}"):
+        from_defaults(remote_url=url)

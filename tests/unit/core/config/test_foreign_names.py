@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
+from lmcache_core.config.sources import MAX_FOREIGN_CHARS
 from lmcache_core.errors import ConfigError
 
 from tests.fixtures.time_bound import cpu_bound
@@ -265,3 +266,10 @@ def test_hostile_variable_is_text(text):
     with cpu_bound(2), pytest.raises(ConfigError) as caught:
         LMCacheEngineConfig.from_env({"LMCACHE_EXTRA_CONFIG": text})
     assert len(str(caught.value)) < 500
+
+
+def test_long_variable_is_refused_before_it_is_read():
+    longest = "x" * MAX_FOREIGN_CHARS
+    assert LMCacheEngineConfig.from_env({"LMCACHE_PD_ROLE": longest}) == defaults()
+    with pytest.raises(ConfigError, match=r"LMCACHE_PD_ROLE has 1025 characters: .* 1024"):
+        LMCacheEngineConfig.from_env({"LMCACHE_PD_ROLE": longest + "x"})

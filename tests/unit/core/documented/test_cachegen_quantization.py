@@ -162,3 +162,9 @@ def test_wrong_fields_of_the_encoder_are_refused() -> None:
     for wrong in (fields, fields | {"fp_v": torch.ones(3, 3, 4)}):
         with pytest.raises(LayoutError, match="give"):
             CacheGenEncoderImpl(**wrong)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 3, 1), (1, 3, 2)])
+def test_magnitudes_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutError, match=r"give \(1, 3, 1\)"):
+        do_dequantize(torch.ones(1, 3, 2), torch.tensor([32]), torch.ones(shape))

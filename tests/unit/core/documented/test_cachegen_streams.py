@@ -211,3 +211,36 @@ def test_tensors_of_other_shapes_or_dtypes_are_refused() -> None:
         with pytest.raises(LayoutError, match="give"):
             encode_ntokens(*right[:place], wrong, *right[place + 1 :])
     encode_ntokens(*right)
+
+
+def test_collecting_and_recombining() -> None:
+    buffer = torch.arange(24, dtype=torch.uint8, device=DEVICE).reshape(2, 3, 4)
+    lengths = torch.tensor([[0, 4, 1], [2, 0, 3]], dtype=torch.int32, device=DEVICE)
+    collected = collect_bytes(buffer, lengths)
+    assert collected.tolist() == [4, 5, 6, 7, 8, 12, 13, 20, 21, 22]
+    assert recombine_bytes(collected, lengths).tolist() == [
+        [[0] * 4, [4, 5, 6, 7], [8, 0, 0, 0]],
+        [[12, 13, 0, 0], [0] * 4, [20, 21, 22, 0]],
+    ]
+    nothing = torch.zeros(2, 3, dtype=torch.int32)
+    assert collect_bytes(buffer, nothing).tolist() == []
+    assert recombine_bytes(torch.empty(0, dtype=torch.uint8), nothing).shape == (2, 3, 0)
+    assert recombine_bytes(torch.empty(0, dtype=torch.uint8), nothing[:0]).shape == (0, 3, 0)
+
+
+def test_recombining_is_bounded() -> None:
+    lengths = torch.zeros(1 << 10, 1 << 10, dtype=torch.int32)
+    lengths[5, 5] = 1 << 20
+    with pytest.raises(SerdeError, match="are more than"):
+        recombine_bytes(torch.zeros(1 << 20, dtype=torch.uint8), lengths)
+
+
+def test_a_chunk_of_another_number_of_tokens_is_refused() -> None:
+    symbols, cdf = example(tokens=9)
+    stream, lengths = encoded(cdf, symbols)
+    with pytest.raises(SerdeError, match="9 tokens, a buffer for 8"):
+        decode_chunk(
+            cdf, CacheGenGPUBytestream(stream, lengths, 9), torch.zeros(3, 8, 5, dtype=torch.uint8)
+        )
+    with pytest.raises(SerdeError, match="damaged"):
+        decoded(cdf, stream, lengths, 8)

@@ -229,3 +229,15 @@ async def test_a_tier_that_is_closed_says_so_and_gives_back_what_waited(tmp_path
     ):
         with pytest.raises(UnavailableError):
             call(KEY)
+
+
+async def test_a_record_that_does_not_fit_is_not_inserted(tmp_path):
+    disk = LocalDiskBackend(tmp_path, 4096)
+    await disk.open()
+    large = make_chunk("large", payload=bytes(8192))
+    path = DiskLayout(tmp_path).record(large.key)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(large.head + bytes(8192))
+    assert disk.insert_key(large.key) is False
+    await disk.close()
+    disk.check_integrity()

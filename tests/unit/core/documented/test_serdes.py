@@ -246,3 +246,8 @@ def test_a_codec_decodes_only_its_own_records() -> None:
 def test_a_codec_of_another_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="'pickle'"):
         DocumentedCodec("pickle")
+
+
+def test_only_tensors_are_encoded() -> None:
+    with pytest.raises(TypeError, match=r"bytes cannot be encoded: give a torch\.Tensor"):
+        FastSerializer().to_bytes(b"bytes")

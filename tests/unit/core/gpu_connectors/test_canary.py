@@ -181,3 +181,21 @@ def test_memory_from_the_transport_is_released():
     layout = RIGHT["hybrid"]
     canary(PagedGPUConnector(layout), layout, make_kv_caches(layout, 3), transport)
     assert allocator.used_bytes == 0
+
+
+@pytest.mark.parametrize("other", [{"head_size": 12}, {"dtype": "float16"}])
+def test_the_engine_must_have_what_the_connector_was_made_for(other):
+    layout = layout_of()
+    claimed = layout_of(**other)
+    with pytest.raises(LayoutError, match="canary: the connector was made for"):
+        run_canary(
+            PagedGPUConnector(layout),
+            make_kv_caches(layout, 3),
+            LogicalMemory(claimed, make_kv_caches(claimed, 3)),
+            through_other_memory,
+        )
+
+
+def test_an_engine_whose_tensors_are_not_what_it_claims_is_refused():
+    with pytest.raises(LayoutError, match="the engine has"):
+        LogicalMemory(layout_of(), make_kv_caches(layout_of(head_size=7), 3))

@@ -257,3 +257,39 @@ def test_impossible_acknowledgement_loses_everything(next_sequence: int) -> None
     outbox.acknowledge(1)
     outbox.acknowledge(next_sequence)
     assert (outbox.needs_resync, outbox.num_unacknowledged) == (True, 0)
+
+
+async def test_malformed_holdings_are_the_callers_error() -> None:
+    instance = Instance(ModelService())
+    with pytest.raises(ValueError, match="16 bytes"):
+        instance.reporter.stored(b"short", "hot", 1)
+    with pytest.raises(ValueError, match="tier"):
+        instance.reporter.removed(b"c" * 16, "a tier")
+
+
+async def test_everything_is_announced_again_on_request() -> None:
+    service = ModelService()
+    async with running(service) as instance:
+        instance.store(1)
+        await until(lambda: instance.agrees_with(service))
+        instance.held[b"c" * 16, "hot"] = 5
+        instance.reporter.announce_again()
+        await until(lambda: instance.agrees_with(service))
+        assert len(service.held) == 2
+
+
+async def test_failed_snapshot_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = ModelService()
+    instance, failures = Instance(service), iter([True])
+
+    def snapshot() -> list[Holding]:
+        if next(failures, False):
+            raise RuntimeError("busy")
+        return []
+
+    monkeypatch.setattr(instance, "snapshot", snapshot)
+    async with running(service, instance):
+        await until(lambda: instance.reporter.synced)
+    assert "busy" in caplog.text

@@ -20,6 +20,7 @@ from lmcache_core.memory import (
     GPUMemoryAllocator,
     HostMemoryAllocator,
     MemoryFormat,
+    MemoryObjMetadata,
     MixedMemoryAllocator,
     PinMemoryAllocator,
     TensorMemoryAllocator,
@@ -156,3 +157,25 @@ def test_names_and_sizes_of_dtypes_are_those_of_torch(name):
 def test_an_unsupported_dtype_is_refused(wrong):
     with pytest.raises(ValueError, match="not supported"):
         dtype_name(wrong)
+
+
+def test_memory_elsewhere_has_tensors_but_no_bytes():
+    """The meta device stands for one whose memory this process cannot address."""
+    obj = TensorMemoryObj(
+        torch.empty(64, dtype=torch.uint8, device="meta"),
+        MemoryObjMetadata((2, 3), torch.int16, 0, 64, 1),
+    )
+    assert (obj.tensor.shape, obj.tensor.dtype, obj.tensor.device.type) == (
+        (2, 3),
+        torch.int16,
+        "meta",
+    )
+    with pytest.raises(ValueError, match="meta"):
+        _ = obj.byte_array
+
+
+def test_a_buffer_that_the_machine_cannot_hold_is_none_and_takes_nothing():
+    allocator = BufferAllocator("cpu", 2 * MORE_THAN_ANY_MACHINE_HAS)
+    assert allocator.allocate((MORE_THAN_ANY_MACHINE_HAS,), "uint8") is None
+    assert allocator.used_bytes == 0
+    allocator.check_integrity()

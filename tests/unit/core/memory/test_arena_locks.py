@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from lmcache_core.errors import UnavailableError
+from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.memory.arena_locks import (
     begin_generation,
     forget_generation,
@@ -15,6 +15,7 @@ from lmcache_core.memory.arena_locks import (
     generations_in,
     is_over,
     join_generation,
+    own_directory,
 )
 
 
@@ -90,3 +91,18 @@ assert is_over(where, 1), "a child keeps its parent's lock"
         [sys.executable, "-c", program, str(tmp_path)], input=b"", check=False, capture_output=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_only_files_of_that_name_are_generations(tmp_path):
+    for name in ("x.generation", "1.generation", f"{-1:016x}.generation", "kv.arena", f"{5:016x}"):
+        (tmp_path / name).write_text("")
+    begin_generation(tmp_path, 0xABC, 0o660)
+    assert generations_in(tmp_path) == [0xABC]
+
+
+def test_a_directory_is_owned_once(tmp_path):
+    first = own_directory(tmp_path / "new")
+    with pytest.raises(ConfigError, match="another sidecar"):
+        own_directory(tmp_path / "new")
+    first.release()
+    own_directory(tmp_path / "new").release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lmcache_core.errors import IntegrityError
 from lmcache_core.memory import ALIGN_BYTES, FreeBlock, FreeList
 
 CAPACITY = 16 * ALIGN_BYTES
@@ -42,4 +43,16 @@ def test_extents_that_are_not_all_free_are_not_taken_and_nothing_is(extents):
     with pytest.raises(ValueError, match="not a free extent"):
         free.take(extents)
     assert free.free_blocks() == before
+    free.check_integrity()
+
+
+@pytest.mark.parametrize("start", [ALIGN_BYTES, 1, -1, CAPACITY])
+def test_only_the_start_of_a_used_extent_can_be_freed(start):
+    free = FreeList(CAPACITY)
+    assert free.allocate(2 * ALIGN_BYTES).start == 0
+    with pytest.raises(IntegrityError):
+        free.free(start)
+    free.free(0)
+    with pytest.raises(IntegrityError):
+        free.free(0)
     free.check_integrity()

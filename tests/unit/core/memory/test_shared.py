@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lmcache_core.errors import CapacityError, UnavailableError
+from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 from lmcache_core.memory import attach_shared_arena, shared
 from lmcache_core.memory.arena_locks import generations_in, own_directory
 from lmcache_core.memory.shared import ArenaFile, unlink_shared_arena
@@ -218,3 +218,9 @@ def test_no_file_descriptor_is_left_open(tmp_path):
         with pytest.raises(CapacityError):
             create_shared_arena(tmp_path / "other", 1 << 60)
     assert num_open() == before
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="arena_path"):
+        create_shared_arena(tmp_path / "file" / "arena", SIZE)

@@ -207,3 +207,12 @@ async def test_drain_ends_with_its_incarnation_and_late_answers_do_not_bring_it_
     assert not registration.draining
     assert broker.asked[0]["incarnation"] == 1 < broker.asked[-1]["incarnation"]
     await registration.close()
+
+
+async def test_close_while_the_broker_is_away_is_quiet() -> None:
+    broker = FakeBroker()
+    registration = await opened(broker)
+    await until(lambda: registration.registered)
+    broker.away = True
+    await registration.close()
+    await PeerRegistration(broker, PEER).close()

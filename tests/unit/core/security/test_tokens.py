@@ -267,3 +267,10 @@ def test_watched_files_follow_links(tmp_path: Path) -> None:
     assert watch.have_changed()
     clock.now_s += 1.0
     assert not watch.have_changed()
+
+
+def test_repr_shows_no_secret(file: Path) -> None:
+    table = TokenTable.from_file(file)
+    assert repr(table) == f"TokenTable({str(file)!r}, num_tokens=2)"
+    assert "digest" not in repr(vars(table))
+    assert ADMIN not in repr(vars(table))

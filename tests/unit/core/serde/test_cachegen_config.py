@@ -115,3 +115,16 @@ def test_specs_cover_every_layer_once(specs, message: str) -> None:
         CacheGenConfig(4, wrong, right)
     with pytest.raises(ConfigError, match=f"vspecs.*{message}"):
         CacheGenConfig(4, right, wrong)
+
+
+@pytest.mark.parametrize("name", ["", "an/unknown-model", "a\0b", "x" * 10_000, "/proc/self/mem"])
+def test_no_name_is_refused(name: str) -> None:
+    assert CacheGenConfig.from_model_name(name) == CacheGenConfig.for_num_layers(32)
+
+
+@pytest.mark.parametrize("layers", [0, MAX_LAYERS + 1, 1.0, True])
+def test_unusable_numbers_of_layers(layers) -> None:
+    with pytest.raises(ConfigError, match=f"1 to {MAX_LAYERS}"):
+        CacheGenConfig.for_num_layers(layers)
+    with pytest.raises(ConfigError, match=f"1 to {MAX_LAYERS}"):
+        CacheGenConfig(layers, [QuantizationSpec(0, 4, 32)], [QuantizationSpec(0, 4, 32)])

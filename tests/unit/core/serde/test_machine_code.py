@@ -20,6 +20,7 @@ import lmcache_core
 import numba
 import numpy as np
 import pytest
+from lmcache_core.errors import ConfigError
 from lmcache_core.serde import CODEC_NAMES, create_codec, machine_code, warm_up
 from lmcache_core.serde import machine_code as processor
 from lmcache_core.serde.machine_code import compiled, load_loops, side_by_side
@@ -364,3 +365,25 @@ def test_results_come_in_order_and_a_closed_pool_is_an_error() -> None:
         assert side_by_side(pool, lambda part: 2 * part, range(50)) == list(range(0, 100, 2))
     with pytest.raises(RuntimeError):
         side_by_side(pool, lambda part: part, range(3))
+
+
+def test_a_mark_that_cannot_be_kept_is_an_error_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(processor, "MARK", tmp_path / "file" / "mark")
+    assert warm_up.main(["--portable"]) == 1
+    assert "the kind of processor cannot be kept" in capsys.readouterr().err
+
+
+def test_without_numba_the_command_names_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise ConfigError(
+            "this serde needs the package 'numba'; pip install './libs/lmcache_core[codec]'"
+        )
+
+    monkeypatch.setattr(warm_up, "load_loops", missing)
+    assert warm_up.main([]) == 2
+    assert "./libs/lmcache_core[codec]" in capsys.readouterr().err

@@ -8,12 +8,19 @@ import threading
 from pathlib import Path
 
 import pytest
-from lmcache_core.errors import UnavailableError
+from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
-from lmcache_core.storage.disk import DiskFiles
+from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.layout import charged_bytes, tenant_directory, tenant_of
 
-from tests.fixtures.disk_tier import PATIENCE_S, TroubledFiles, file_of, get, opened, put
+from tests.fixtures.disk_tier import (
+    PATIENCE_S,
+    TroubledFiles,
+    file_of,
+    get,
+    opened,
+    put,
+)
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import Arena
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -181,3 +188,8 @@ async def test_chunk_of_a_tenant_that_cannot_have_a_directory_is_refused(disk):
     assert disk.stats()["rejected_writes"] == 2
     results = await disk.batched_get([chunk.key for chunk in chunks], Arena())
     assert not any(isinstance(result, Chunk) for result in results)
+
+
+def test_capacity_must_be_positive(tmp_path):
+    with pytest.raises(ConfigError, match="must be positive"):
+        DiskBackend(tmp_path, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 
 import pytest
 from lmcache_core.record import MissReason
@@ -86,3 +87,25 @@ async def test_read_error_drops_a_chunk_only_if_it_is_no_file(disk, files, code,
     files.failing = {"read": code}
     assert await get(disk, "a") == [reason]
     assert await disk.batched_contains([make_key("a")]) == [code == errno.EIO]
+
+
+async def test_removed_chunk_whose_file_stayed_can_be_stored_again(disk, files, clock):
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+    files.failing = {"unlink": errno.EIO}
+    assert await disk.batched_remove([make_key("a")]) == 1
+    files.failing.clear()
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+    for i in range(NUM_SLOTS - 1):
+        assert await disk.batched_put([make_chunk(i)]) == [True]
+    assert await get(disk, "a") == [make_payload("a")], "its file is not taken for the old one"
+
+
+async def test_real_limit_on_file_sizes_is_a_refused_write(disk, clock):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        assert await disk.batched_put([make_chunk("a")]) == [False]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    clock.now += MIN_PAUSE_S
+    assert await disk.batched_put([make_chunk("a")]) == [True]

@@ -145,3 +145,10 @@ async def test_smaller_quota_after_a_restart_holds_at_once(disk, clock, removed,
     assert num_records(tmp_path / "default") == 5
     again.check_integrity()
     await again.close()
+
+
+async def test_chunk_above_the_quota_is_refused_and_evicts_nothing(disk, removed):
+    await put(disk, 0, tenant="mine")
+    large = make_chunk("large", tenant="mine", payload=bytes(QUOTA_SLOTS * BLOCK_BYTES))
+    assert await disk.batched_put([large]) == [False]
+    assert (disk.stats()["quota_refused_chunks"], removed) == (1, [])

@@ -391,3 +391,17 @@ async def test_clearing_leaves_foreign_files(tier, tmp_path):
     (tmp_path / os.fsdecode(b"\xff\xfe")).mkdir()
     assert await tier.clear() == 3
     assert all(path.exists() for path in foreign)
+
+
+async def test_root_may_be_a_link_to_a_directory_but_not_a_file(tmp_path):
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").write_bytes(b"mine")
+    (tmp_path / "link").symlink_to(tmp_path / "directory")
+    linked, wrong = await opened(tmp_path / "link"), await opened(tmp_path / "file")
+    assert await linked.batched_put([make_chunk("a")]) == [True]
+    assert await get(linked, "a", "never") == [make_payload("a"), MissReason.NEVER_STORED]
+    for call in (wrong.batched_put([make_chunk("a")]), wrong.batched_contains([make_key("a")])):
+        with pytest.raises(UnavailableError, match="Not a directory"):
+            await call
+    await linked.close()
+    await wrong.close()

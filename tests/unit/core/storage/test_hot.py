@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from unittest import mock
 
 import pytest
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory import ArenaAllocator
+from lmcache_core.memory import ArenaAllocator, MemoryAllocatorInterface
 from lmcache_core.record import Miss, MissReason
 from lmcache_core.storage import hot as hot_module
 from lmcache_core.storage.eviction import create_policy
@@ -108,3 +109,14 @@ def test_hottest_chunks_come_first(hot):
     hottest = hot.hottest()
     assert set(hottest) == set(hot.held())
     assert {key for key, _ in hottest[:2]} == {keys[1], keys[5]}
+
+
+def test_allocation_above_the_capacity_evicts_nothing(hot, removed):
+    put(hot, "a")
+    assert hot.allocate(SLOT_BYTES * NUM_SLOTS + 1) is None
+    assert removed == []
+
+
+def test_unbounded_allocator_is_refused():
+    with pytest.raises(TypeError, match="bounded"):
+        LocalCPUBackend(mock.Mock(spec=MemoryAllocatorInterface), create_policy())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from lmcache_core.errors import ConfigError
+from lmcache_core.errors import ConfigError, IntegrityError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import ArenaAllocator, MemoryObj
 from lmcache_core.record import MissReason
@@ -217,3 +217,21 @@ def test_time_to_live_must_be_positive(ttl_s):
 def test_quotas_must_be_positive(quotas):
     with pytest.raises(ConfigError, match="must be positive"):
         TenantQuotas(**quotas)
+
+
+MINE, YOURS = make_key("a", "mine"), make_key("a", "yours")
+
+
+MINE, YOURS = make_key("a", "mine"), make_key("a", "yours")
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {MINE: 10}, {MINE: 10, YOURS: 11}, {MINE: 10, YOURS: 10, A: 10}]
+)
+def test_accounts_that_differ_are_detected(clock, sizes):
+    ledger = Ledger(create_policy(), TierLimits(10, TenantQuotas(100)), clock)
+    for key in (MINE, YOURS):
+        ledger.add(key, 10)
+    ledger.check_integrity({MINE: 10, YOURS: 10})
+    with pytest.raises(IntegrityError):
+        ledger.check_integrity(sizes)

@@ -129,3 +129,8 @@ def test_golden_vectors(case: dict[str, Any]) -> None:
         assert xxhash.xxh3_64_hexdigest(name.encode() + b"\0" + chunk_id) == expected
     assert ranked(reversed(case["ranked"]), chunk_id) == case["ranked"]
     assert home(sorted(case["ranked"]), chunk_id) == case["ranked"][0]
+
+
+async def test_degraded_lookup_locates_nothing() -> None:
+    assert await located(ScriptedLookup({0}, degraded=True), KEYS) == [[] for _ in KEYS]
+    assert await located(ScriptedLookup(set()), []) == []

@@ -163,3 +163,15 @@ def test_expectation_is_never_negative_and_never_falls_with_size() -> None:
         known = [seconds for seconds in expected if seconds is not None]
         assert known == sorted(known)
         assert all(seconds >= 0 for seconds in known)
+
+
+async def test_read_slower_than_computing_is_worth_nothing_whatever_the_limit(
+    priced: Guard, tier: Timed
+) -> None:
+    tier.s_per_chunk = 0.01
+    await learn(priced)
+    assert priced.num_worth(5, 10.0, recompute_s=0.005) == 0
+    assert priced.num_worth(5, 10.0, recompute_s=0.02) == 5
+    assert priced.num_worth(500, LIMIT_S, recompute_s=0.005) == 0, (
+        "nor is the part of it that would fit"
+    )

@@ -146,3 +146,15 @@ async def test_sentinels_are_all_kept_and_the_one_that_answers_is_asked_first() 
     assert found == [("10.0.0.1", 6379)] * 3
     assert {one.name for one in sentinels.sentinels} == {"a", "b", "c"}
     assert sentinels.sentinels[0].name == "b"
+
+
+async def test_value_that_stops_in_the_middle_releases_its_memory():
+    record = make_record(0, make_payload(0, 100_000))
+    begun = b"$%d\r\n%s" % (len(record), record[:50_000])
+    arena = Arena(1 << 20)
+    async with ScriptedRedis([begun.decode("latin-1"), never]) as server:
+        results = await RedisBackend(server.client, 60.0).batched_get(
+            [make_key(0)], arena, timeout_s=0.5
+        )
+    assert results == [Miss(MissReason.DEADLINE)]
+    arena.check_empty()

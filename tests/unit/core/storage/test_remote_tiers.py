@@ -169,3 +169,20 @@ async def test_error_of_the_lm_client_is_an_unavailable_tier(error: LMCacheError
     for call in CALLS.values():
         with pytest.raises(UnavailableError):
             await call(LmBackend(Client()), Arena())  # type: ignore[arg-type]
+
+
+CALLS: dict[str, Callable[[StorageBackend, Arena], Coroutine[Any, Any, object]]] = {
+    "contains": lambda backend, arena: backend.batched_contains([make_key(1)]),
+    "get": lambda backend, arena: backend.batched_get([make_key(1)], arena),
+    "put": lambda backend, arena: backend.batched_put([make_chunk(1)]),
+    "remove": lambda backend, arena: backend.batched_remove([make_key(1)]),
+}
+
+
+async def test_invalid_host_name_is_an_unavailable_tier() -> None:
+    for host in ("a..b", "x" * 64):
+        backend = create_remote_backend(f"lm://{host}:1")
+        for call in CALLS.values():
+            with pytest.raises(UnavailableError):
+                await call(backend, Arena())
+        await backend.close()

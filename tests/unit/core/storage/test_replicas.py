@@ -228,3 +228,11 @@ async def test_lookup_is_asked_before_further_servers() -> None:
         assert await made.got(KEYS[5:]) == payloads(KEYS[5:])
         homes = [home(list(made.stores), key.key.chunk_id()) for key in KEYS[5:]]
         assert asked == [sum(name not in ("s-0", "s-1") for name in homes)]
+
+
+async def test_two_addresses_of_one_server_are_one_server() -> None:
+    async with cluster("s-0") as made:
+        made.addresses["the same"] = ServerAddress("localhost", made.addresses["s-0"].port, "")
+        await made.members.refresh()
+        assert list(made.members.by_name()) == ["s-0"]
+        assert all(await made.put(KEYS))

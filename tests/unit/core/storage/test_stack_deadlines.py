@@ -220,3 +220,17 @@ async def test_probe_with_a_short_deadline_does_not_end_a_bypass() -> None:
         "the next call is the probe"
     )
     assert await breaker.batched_get(names(1), plain, LONG_S) == [Miss(MissReason.BREAKER_OPEN)]
+
+
+@pytest.mark.virtual_time
+async def test_chunk_that_another_task_reads_is_waited_for_within_the_deadline(
+    over: MakeStack,
+) -> None:
+    tier, payload = Slow(), make_payload(make_key(0))
+    tier.latency_s = 10.0
+    async with over(tier) as stack:
+        assert await asyncio.gather(get(stack, names(1)), get(stack, names(1))) == [[payload]] * 2
+        stack.hot.clear_now()
+        found = await asyncio.gather(get(stack, names(1)), get(stack, names(1), 5.0))
+        assert found == [[payload], [MissReason.DEADLINE]]
+        assert tier.num_calls == 2, "one for each pair"

@@ -369,3 +369,11 @@ async def test_number_of_tickets_includes_those_that_are_being_made(
     answers = await asyncio.gather(*(stage_cooperatively(w, name) for name in "abc"))
     assert [answer.tiers[0].count(1) for answer in answers] == [NUM_CHUNKS, NUM_CHUNKS, 0]
     assert num_held(w) == 2 * NUM_CHUNKS
+
+
+async def test_ranks_are_held_together_or_not_at_all() -> None:
+    chain = chain_of(range(3), world_size=3)
+    async with world(num_chunks=10) as w:
+        w.make_hot(names_of(keys_by_chunk(chain)))
+        assert w.stage("t", chain).tiers == (b"\1\0\0",)
+        assert w.room.used_bytes == 3 * TAKEN_BYTES

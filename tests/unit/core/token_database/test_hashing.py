@@ -18,7 +18,11 @@ from hypothesis import strategies as st
 from lmcache_core.errors import ConfigError, IdentityError
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.token_database import MultimodalSpan, TokenDatabase, chain_hashes, identity_root
-from lmcache_core.token_database.hashing import extras_of_chunks, tokens_as_bytes, tokens_as_uint32
+from lmcache_core.token_database.hashing import (
+    extras_of_chunks,
+    tokens_as_bytes,
+    tokens_as_uint32,
+)
 
 from tests.suites.token_database_suite import CHUNK_SIZE, MAX_TOKEN_ID, METADATA
 
@@ -141,3 +145,13 @@ def test_a_database_without_salt_refuses_one():
 def test_a_span_that_covers_no_tokens_or_names_no_content_is_refused(span):
     with pytest.raises(ValueError):
         MultimodalSpan(*span)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [([1, -2, 3], "token id -2 is negative"), ([1, 1 << 32], "token id 4294967296 is above")],
+)
+def test_token_ids_out_of_range_are_refused(tokens, said):
+    for convert in (tokens_as_bytes, tokens_as_uint32):
+        with pytest.raises(ValueError, match=said):
+            convert(tokens)

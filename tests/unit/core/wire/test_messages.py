@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import xxhash
 from lmcache_core.errors import ProtocolError
-from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES, MAX_KEY_FIELD_BYTES
+from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES, MAX_KEY_FIELD_BYTES, ChunkChain
 from lmcache_core.wire import messages
 from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.frames import (
@@ -164,3 +164,16 @@ def test_unknown_names_of_later_versions_are_ignored() -> None:
     assert Accepts.said_by(["zero-rtt", "serde:", "serde:kivi", "lossyish"]) == Accepts(
         False, frozenset({"", "kivi"})
     )
+
+
+@pytest.mark.parametrize(
+    ("chains", "text"),
+    [
+        ([ChunkChain("f", "m", 1025, "", bytes(32))], "a chain of 1025 ranks; the limit is 1024"),
+        ([ChunkChain("f", "m", 1024, "", bytes(32 * 65))], "66560 keys in one STAGE"),
+    ],
+)
+def test_question_that_exceeds_one_stage_is_refused(chains: list[ChunkChain], text: str) -> None:
+    messages.check_chains([ChunkChain("f", "m", 1024, "", bytes(32 * 64))])
+    with pytest.raises(ValueError, match=text):
+        messages.check_chains(chains)

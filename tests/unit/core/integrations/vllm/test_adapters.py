@@ -8,12 +8,18 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.integrations.vllm import file_digests
+from lmcache_core.integrations.vllm import weights as module
 from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState
 from lmcache_core.integrations.vllm.weights import Adapters
 
 from tests.fixtures.vllm_engine import Adapter, Request
-from tests.fixtures.vllm_engine.parts import METADATA, PLAIN, groups_of, request_of
+from tests.fixtures.vllm_engine.parts import (
+    METADATA,
+    PLAIN,
+    groups_of,
+    request_of,
+)
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, make_adapter
 
 REVISION = "c0ffee" * 6 + "c0ff"
@@ -147,3 +153,16 @@ def test_requests_of_an_adapter_that_is_replaced_meanwhile_lose_their_names(tmp_
     for state in (other, plain):
         assert namer.name(state) is not None
         assert namer.check(state)
+
+
+def test_many_adapters_are_forgotten_not_confused(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
+    many = [
+        Adapter(f"a{i}", str(make_adapter(tmp_path / str(i), f"weights {i}")), i + 1)
+        for i in range(5)
+    ]
+    first = [adapters.name_of(adapter) for adapter in many]
+    assert [adapters.name_of(adapter) for adapter in many] == first
+    assert len(set(first)) == 5

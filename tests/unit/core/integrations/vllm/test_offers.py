@@ -10,7 +10,7 @@ from lmcache_core.integrations.vllm.requests import Offer
 from lmcache_core.integrations.vllm.scheduler import MAX_WINDOW_TRIES, Offers
 from lmcache_core.record import Staged, StagedFrom
 
-from tests.fixtures.vllm_engine import FULL, STATE, Shape, window
+from tests.fixtures.vllm_engine import FULL, STATE, Shape, local, window
 from tests.fixtures.vllm_engine.parts import METADATA, ScriptedStore, groups_of, hot
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
 
@@ -146,3 +146,13 @@ def test_search_for_recurrent_state_continues_where_it_was() -> None:
     assert offers.ask("r", HASHES, NUM_TOKENS, None) == (Offer(0), False)
     assert offers.ask("r", HASHES, NUM_TOKENS, None) == (Offer(3, b"\1\1\1"), True)
     assert len(store.asked) == 5
+
+
+def test_nothing_is_needed_at_the_end_of_a_section() -> None:
+    store = ScriptedStore([hot(4)])
+    assert ask(store, Shape((FULL, local(16))))[0].num_chunks == 4
+    assert len(store.asked) == 1
+    store = ScriptedStore([hot(5), windows(b"\1")])
+    assert ask(store, Shape((FULL, local(16))))[0].num_chunks == 5
+    alone = ScriptedStore([windows(b"\1\1\1")])
+    assert ask(alone, Shape((local(40),)))[0].num_chunks == 4, "else nothing would have been found"

@@ -276,3 +276,20 @@ def test_window_shorter_than_a_chunk_is_logged(
 ) -> None:
     scheduler_side(ScriptedStore([None]), shape)
     assert ("chunk_size=8 window=4" in caplog.text) == is_logged
+
+
+def test_failed_load_is_not_offered_again_and_its_chunks_are_stored_again() -> None:
+    store = ScriptedStore([hot(5)])
+    side = scheduler_side(store)
+    request = request_of()
+    side.num_matched(request, 0)
+    side.allocated(request, TABLE, 40)
+    loads = side.plan_loads()
+    assert side.plan_stores(output_of([("r", TABLE, 40, 3)]), loads) == (), "stored already"
+    side.step_done(WorkerReport(failed={"r": 0}), ["r"])
+    assert store.given_back == ["r"]
+    assert side.num_matched(request, 0) == (0, False)
+    side.allocated(request, TABLE, 0)
+    (stored,) = side.plan_stores(output_of([("r", TABLE, 0, 43)]), ())
+    assert stored.runs[0].num_chunks == 5
+    assert side.num_matched(request_of(name="other"), 0)[0] == 40

@@ -153,3 +153,8 @@ def test_own_configuration_of_logs_stays(manager: logging.Manager, configured: s
     before = list(ours.handlers)
     log_as(theirs, ours)
     assert (ours.handlers, ours.level) == (before, logging.NOTSET)
+
+
+def test_figures_are_rebuilt_from_what_travelled(module: ModuleType) -> None:
+    assert module.LMCacheConnector.build_kv_connector_stats({"a": 1}).data == {"a": 1}
+    assert module.LMCacheConnector.build_kv_connector_stats().is_empty()

@@ -275,3 +275,10 @@ def test_files_are_read_without_a_cache_directory(
     cache.parent.write_text("a file is in its place")
     assert file_digests(files) == file_digests(files)
     assert reads.count == 10
+
+
+def test_memory_is_bounded(files: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_REMEMBERED", 2)
+    for count in (1, 2, 3):
+        file_digests(files[:count])
+    assert len(list(cache.glob("*.json"))) == 2

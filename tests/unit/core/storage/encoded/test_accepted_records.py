@@ -7,7 +7,7 @@ import logging
 import msgspec
 import pytest
 from lmcache_core.memory import ArenaAllocator
-from lmcache_core.record import Chunk, Miss, MissReason, encode_head
+from lmcache_core.record import Chunk, Miss, MissReason, TensorSpec, encode_head
 from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
@@ -154,3 +154,19 @@ def test_number_of_unusable_records_is_bounded() -> None:
     assert len(records) == MAX_UNUSABLE_KEYS
     assert make_key(0) in records
     assert make_key(1) not in records, "noted before all others"
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"), [((1 << 33,), MissReason.CORRUPT), ((1 << 31,), MissReason.NO_MEMORY)]
+)
+async def test_sizes_are_checked_before_memory_is_allocated(
+    tier: EncodedBackend,
+    hot: LocalCPUBackend,
+    arena: Arena,
+    shape: tuple[int, ...],
+    reason: MissReason,
+) -> None:
+    made = encoded_by(ZlibCodec("flate"), make_chunk("bomb", payload=DATA))
+    spec = TensorSpec("", "uint8", shape, 0, made.memory.get_size())
+    assert await put_inside(hot, made, bytearray(made.memory.byte_array), (spec,))
+    assert await got(tier, arena, "bomb") == [reason]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from lmcache_core.concurrency import LoopThread
-from lmcache_core.errors import UnavailableError
+from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage import codecs as codecs_module
@@ -172,3 +172,12 @@ async def test_bug_that_shows_after_the_look_for_bugs_leaks_nothing(
         results = await tier.batched_get([make_key(0), make_key(1)], arena, 0.05)
         assert not any(isinstance(result, Chunk) for result in results)
         await arena.until_empty()
+
+
+async def test_codec_named_by_an_option_must_open(
+    hot: LocalCPUBackend, lossless: ZlibCodec
+) -> None:
+    broken = ZlibCodec("broken", missing="numba")
+    with pytest.raises(ConfigError, match=r"serde='broken'.*'numba'"):
+        await EncodedBackend(hot, codecs_of(lossless, broken), "flate").open()
+    assert lossless.num_open == 0
