@@ -293,3 +293,34 @@ def test_failed_load_is_not_offered_again_and_its_chunks_are_stored_again() -> N
     (stored,) = side.plan_stores(output_of([("r", TABLE, 0, 43)]), ())
     assert stored.runs[0].num_chunks == 5
     assert side.num_matched(request_of(name="other"), 0)[0] == 40
+
+
+@pytest.mark.parametrize("num_calls", range(4), ids=["offered", "planned", "loading", "loaded"])
+def test_request_may_end_in_every_state(num_calls: int) -> None:
+    store = ScriptedStore([hot(5)])
+    side = scheduler_side(store)
+    request = request_of()
+    side.num_matched(request, 0)
+    if num_calls > 0:
+        side.allocated(request, TABLE, 40)
+    if num_calls > 1:
+        side.plan_loads()
+    if num_calls > 2:
+        side.step_done(None, ["r"])
+    side.finished(request)
+    assert side.plan_loads() == (), "its blocks belong to another request"
+    if num_calls in (1, 2):
+        assert store.given_back == [], "a worker may still read the staged chunks"
+        side.step_done(None, ["r"])
+    assert "r" in store.given_back
+    side.step_done(WorkerReport(failed={"r": 0}), ())
+
+
+def test_offer_that_vllm_does_not_want_is_given_back() -> None:
+    store = ScriptedStore([hot(5)])
+    side = scheduler_side(store)
+    request = request_of()
+    side.num_matched(request, 0)
+    side.allocated(request, TABLE, 0)
+    assert side.plan_loads() == ()
+    assert store.given_back == ["r"]
