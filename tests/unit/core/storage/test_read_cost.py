@@ -175,3 +175,16 @@ async def test_read_slower_than_computing_is_worth_nothing_whatever_the_limit(
     assert priced.num_worth(500, LIMIT_S, recompute_s=0.005) == 0, (
         "nor is the part of it that would fit"
     )
+
+
+async def test_reads_cancelled_early_do_not_count(priced: Guard, tier: Timed) -> None:
+    tier.hangs = True
+    for limit_s in (None, LIMIT_S):
+        for _ in range(MIN_OBSERVATIONS):
+            reading = asyncio.create_task(read(priced, 4, limit_s=limit_s))
+            await asyncio.sleep(0)
+            tier.now += LIMIT_S / 2
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+    assert priced.num_worth(4, 1e-9) == 4

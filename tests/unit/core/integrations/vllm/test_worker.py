@@ -567,3 +567,19 @@ def test_failed_store_waits_for_its_copies(
     here.run(storing())
     assert runtime.log[-2:] == ["wait", "abort 3"]
     assert here.counters.value(FAILED_CALLS_TOTAL) == 1
+
+
+@pytest.mark.parametrize("has_streams", [False, True])
+def test_memory_of_the_store_is_pinned_for_the_device_of_vllms_memory(
+    rank: Callable[..., Rank], request: pytest.FixtureRequest, has_streams: bool
+) -> None:
+    pinned_for = []
+
+    class Pinning(WrappedStore):
+        def pin_memory(self, device: torch.device) -> None:
+            pinned_for.append(device)
+
+    if has_streams:
+        request.getfixturevalue("runtime")
+    rank(wrap=Pinning)
+    assert pinned_for == [cuda_streams.DEVICE] * has_streams
