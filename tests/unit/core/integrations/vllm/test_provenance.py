@@ -256,14 +256,8 @@ def test_nothing_is_stored_after_states_of_unknown_origin() -> None:
     assert step(side, request_of(name="after another"), lost, 40) == 0
 
 
-def behind(num_local: int, first: int) -> tuple[list[int]]:
-    """A table that shares the blocks of the first tokens with `TABLE`."""
-    num_shared = num_local // SIZE
-    return ([*TABLE[:num_shared], *range(first, first + 11 - num_shared)],)
-
-
 def test_blocks_of_a_request_that_is_not_followed_are_unknown() -> None:
     side = nothing_stored()
     assert step(side, request_of(name="first"), (TABLE,)) == 5
     side.plan_stores(output_of([("unseen", (TABLE,), 0, 24)]), ())
-    assert step(side, request_of(name="behind"), behind(24, 21), 24) == 0
+    assert step(side, request_of(name="after"), sharing(24, 21), 24) == 0
