@@ -88,3 +88,16 @@ async def test_closed_supervisor_starts_nothing() -> None:
     tasks = TaskSupervisor("component")
     await tasks.close(drain_s=60)
     assert not tasks.start("late", end_slowly([]))
+
+
+async def test_work_runs_together() -> None:
+    both, ended = asyncio.Barrier(2), list[str]()
+
+    async def meet(name: str) -> None:
+        await both.wait()
+        ended.append(name)
+
+    async with asyncio.timeout(1.0):
+        await run_together(meet(name) for name in ("a", "b"))
+    assert sorted(ended) == ["a", "b"]
+    await run_together([])

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 import pytest
 from lmcache_core.concurrency import Workers
 from lmcache_core.concurrency import workers as module
+from lmcache_core.concurrency.workers import MAX_THREADS
 
 from tests.fixtures.limits import without_threads
 
@@ -211,3 +212,11 @@ def test_close_leaves_work_that_does_not_end(
     assert not future.done()
     may_end.set()
     assert future.result()
+
+
+def test_number_of_threads_is_bounded() -> None:
+    workers = Workers("test-worker")
+    workers.open()
+    futures = [workers.submit(thread_name) for _ in range(50 * MAX_THREADS)]
+    assert 1 <= len({future.result() for future in futures}) <= MAX_THREADS
+    workers.close()

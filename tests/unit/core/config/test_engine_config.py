@@ -51,16 +51,9 @@ TEXTS = [
 ]
 DISKS = ["var/cache", "file://cache", "file:///", "file:///a?b", "file:///a,/b", "s3://b/", 5]
 REMOTES = [
-    "host:65432",
-    "ftp://host",
-    "lm://[::1",
-    "lm://",
-    "lm://host:0",
-    "lm://host:port",
-    "lm://user@:1",
-    "redis-sentinel://one:26379,two:port/service",
-    "redis-sentinel://one:26379,:26379/service",
-    "file://host/dir",
+    *("host:65432", "ftp://host", "lm://[::1", "lm://", "lm://host:0", "lm://host:port"),
+    *("lm://user@:1", "redis-sentinel://one:26379,two:port/service"),
+    *("redis-sentinel://one:26379,:26379/service", "file://host/dir"),
 ]
 IMPOSSIBLE = [
     *(("chunk_size", v) for v in (0, 65537, 256.0, "256", True, None)),

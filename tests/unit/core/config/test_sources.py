@@ -27,7 +27,8 @@ DEFAULTS = LMCacheEngineConfig.from_defaults(remote_url=None)
         ("chunk_ttl_s", "3600", 3600.0),
         ("prefill_tokens_per_s", "", None),
         ("remote_url", "lm://cache:1", "lm://cache:1"),
-        ("lookup_url", "NULL", None),
+        ("lookup_url", "http://lookup:8081", "http://lookup:8081"),
+        ("remote_url", "NULL", None),
         ("remote_serde", "none", None),
         ("tier_timeout_s", "1e-1", 0.1),
         ("salt", "none", "none"),
@@ -199,3 +200,9 @@ def test_value_of_any_form_is_refused_in_short(from_yaml, name, value):
     with pytest.raises(ConfigError) as caught:
         from_yaml(f"{name}: {value}")
     assert len(str(caught.value)) < 600
+
+
+def test_unreadable_variable_shows_no_password():
+    with pytest.raises(ConfigError) as caught:
+        from_env({"LMCACHE_CHUNK_SIZE": "ftp://user:s3cret@host"})
+    assert "s3cret" not in str(caught.value)

@@ -244,3 +244,18 @@ def test_a_chunk_of_another_number_of_tokens_is_refused() -> None:
         )
     with pytest.raises(SerdeError, match="damaged"):
         decoded(cdf, stream, lengths, 8)
+
+
+def test_nothing_is_written_outside_a_buffer() -> None:
+    symbols, cdf = example(layers=1, tokens=64, channels=2)
+    around = torch.full((1, 2, 400), 0xA5, dtype=torch.uint8)
+    inner = around[:, :, 50:350]
+    lengths = torch.zeros(1, 2, dtype=torch.int32)
+    stream = encode_ntokens(cdf.cpu(), symbols.cpu(), inner, lengths)
+    assert (around[:, :, :50] == 0xA5).all()
+    assert (around[:, :, 350:] == 0xA5).all()
+    assert torch.equal(torch.cat([inner[0, i, : lengths[0, i]] for i in range(2)]), stream)
+    with pytest.raises(SerdeError, match="too short"):
+        encode_ntokens(cdf.cpu(), symbols.cpu(), around[:, :, 50:60], lengths)
+    assert (around[:, :, :50] == 0xA5).all()
+    assert (around[:, :, 350:] == 0xA5).all()

@@ -8,9 +8,18 @@ from typing import Any
 
 import pytest
 from lmcache_core.documented import radix
-from lmcache_core.token_database import MultimodalSpan, RadixTokenDatabase
+from lmcache_core.token_database import (
+    ChunkedTokenDatabase,
+    MultimodalSpan,
+    RadixTokenDatabase,
+)
 
-from tests.suites.token_database_suite import CHUNK_SIZE, METADATA, make_config, named
+from tests.suites.token_database_suite import (
+    CHUNK_SIZE,
+    METADATA,
+    make_config,
+    named,
+)
 
 CAT = [MultimodalSpan(b"cat", 5, 2)]
 
@@ -80,3 +89,13 @@ def test_a_full_tree_is_started_over(num_hashed):
 def test_a_bound_below_one_chunk_is_refused():
     with pytest.raises(ValueError, match=r"max_tokens=3.*4 tokens"):
         RadixTokenDatabase(make_config(), METADATA, max_tokens=3)
+
+
+def test_another_salt_is_another_tree(database, num_hashed):
+    named(database, range(12))
+    database.use_salt("tenant-a")
+    num_hashed()
+    assert named(database, range(12)) == named(
+        ChunkedTokenDatabase(make_config("tenant-a"), METADATA), range(12)
+    )
+    assert num_hashed() == 3

@@ -251,3 +251,9 @@ def test_a_codec_of_another_name_is_refused() -> None:
 def test_only_tensors_are_encoded() -> None:
     with pytest.raises(TypeError, match=r"bytes cannot be encoded: give a torch\.Tensor"):
         FastSerializer().to_bytes(b"bytes")
+
+
+def test_a_lazily_negated_tensor_is_encoded_with_its_values() -> None:
+    lazily = torch.tensor([1 + 2j]).conj().imag
+    assert lazily.is_neg()
+    assert FastSerializer().to_bytes(lazily) == FastSerializer().to_bytes(torch.tensor([-2.0]))

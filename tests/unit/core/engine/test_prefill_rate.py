@@ -75,3 +75,15 @@ def test_misses_without_a_store_are_bounded(rate: PrefillRate, clock: Clock) -> 
     assert rate.tokens_per_s is None, "the oldest went"
     rate.stored(1, 100)
     assert rate.tokens_per_s == pytest.approx(100)
+
+
+def test_only_a_store_after_a_miss_is_measured(rate: PrefillRate, clock: Clock) -> None:
+    rate.missed("k")
+    clock.now += 0.5
+    rate.stored("other", 1000)
+    assert rate.tokens_per_s is None
+    rate.stored("k", 1000)
+    known = rate.tokens_per_s
+    clock.now += 7.0
+    rate.stored("k", 1000)
+    assert rate.tokens_per_s == known, "a miss counts once"

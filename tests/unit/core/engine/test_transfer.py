@@ -19,7 +19,11 @@ from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskFiles
-from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL, STORED_CHUNKS_TOTAL
+from lmcache_core.telemetry import (
+    RETRIEVED_TOKENS_TOTAL,
+    STORED_CHUNKS_TOTAL,
+    UNSTORED_CHUNKS_TOTAL,
+)
 
 from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
@@ -215,3 +219,22 @@ def test_a_store_during_a_close_leaves_nothing_in_memory(monkeypatch: pytest.Mon
         monkeypatch.setattr(cache.hot, "put_many", overtaken)
         store(cache)
         assert cache.allocator.used_bytes == 0
+
+
+def test_a_store_without_room_for_all_chunks_keeps_the_first() -> None:
+    with embedded_engine(num_chunks=3) as cache:
+        store(cache)
+        assert cache.engine.counters.value(STORED_CHUNKS_TOTAL) == 3
+        assert cache.engine.counters.value(UNSTORED_CHUNKS_TOTAL) == 1
+        assert retrieve(cache) == 3 * CHUNK_SIZE
+
+
+def test_store_does_not_wait_for_slow_tiers_and_close_does(tmp_path: Path, gate: Gate) -> None:
+    with embedded_engine(tmp_path, close_drain_s=PATIENCE_S, **PATIENT) as cache:
+        store(cache)
+        assert retrieve(cache) == len(TOKENS), "chunks are hot at once"
+        assert gate.num_written == 0
+        gate.may_write.set()
+    assert gate.num_written == NUM_CHUNKS
+    with embedded_engine(tmp_path, **PATIENT) as cache:
+        assert retrieve(cache) == len(TOKENS)

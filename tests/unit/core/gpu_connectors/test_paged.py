@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from lmcache_core.errors import LayoutError
@@ -197,3 +199,36 @@ def test_tensors_changed_in_place_are_not_stale(change):
     with torch.no_grad():
         change(engine[1])
     assert gathered(connector, engine) == gathered(make_connector(), engine) != before
+
+
+def test_threads_do_not_disturb_each_other_in_the_buffer():
+    connector, engine = make_connector(**STAGED), make_kv_caches(LAYOUT, 1)
+    wanted = {start: gathered(make_connector(), engine, start, start + 4) for start in range(4, 11)}
+    wrong = []
+
+    def work(start):
+        wrong.extend(
+            start
+            for _ in range(50)
+            if gathered(connector, engine, start, start + 4) != wanted[start]
+        )
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.enable_grad])
+def test_the_buffer_serves_every_mode(first):
+    connector, engine = make_connector(**STAGED), make_kv_caches(LAYOUT, 1)
+    with first():
+        memory = make_memory(connector.get_shape(3), "bfloat16")
+        connector.from_gpu(memory, 5, 8, **kwargs_for(engine))
+    for mode in (torch.enable_grad, torch.inference_mode):
+        target = make_kv_caches(LAYOUT, 2)
+        with mode():
+            connector.to_gpu(memory, 5, 8, **kwargs_for(target))
+        assert gathered(make_connector(), target) == bytes(memory.byte_array)

@@ -124,3 +124,11 @@ async def test_malformed_chunk_id_is_the_callers_error() -> None:
     body = msgspec.msgpack.encode({"chunk_ids": b"x" * 17})
     with pytest.raises(msgspec.ValidationError, match="17 bytes are not a list of chunk ids"):
         msgspec.msgpack.decode(body, type=PackedChunksRequest)
+
+
+async def test_nothing_is_asked_about_no_chunks() -> None:
+    client = LookupClient("http://lookup:8081")
+    assert await client.lookup([]) == LookupAnswer(0, [])
+    assert (await client.route([])).instances == []
+    with pytest.raises(UnavailableError, match="not open"):
+        await client.lookup([A])

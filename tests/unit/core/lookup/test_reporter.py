@@ -293,3 +293,16 @@ async def test_failed_snapshot_is_repeated(
     async with running(service, instance):
         await until(lambda: instance.reporter.synced)
     assert "busy" in caplog.text
+
+
+def test_acknowledgement_of_lost_events_changes_nothing() -> None:
+    events = events_of(3)
+    outbox = Outbox(max_pending=2)
+    outbox.begin(1)
+    for event in events[:2]:
+        outbox.add(event)
+    assert outbox.batch(8) == (0, events[:2])
+    outbox.add(events[2])
+    assert outbox.needs_resync, "one event too many while the batch is under way"
+    outbox.acknowledge(2)
+    assert (outbox.needs_resync, outbox.num_unacknowledged) == (True, 0)

@@ -224,3 +224,30 @@ def test_a_directory_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="arena_path"):
         create_shared_arena(tmp_path / "file" / "arena", SIZE)
+
+
+def test_the_view_for_loads_cannot_be_written(tmp_path):
+    made = create_shared_arena(tmp_path, SIZE)
+    client = attach_shared_arena(made.path, made.size, made.generation)
+    for arena in (made, client):
+        assert not arena.store_view.readonly
+        with pytest.raises(TypeError):
+            arena.load_view[0] = 1
+
+
+def test_permissions_do_not_depend_on_the_umask(tmp_path):
+    before = os.umask(0o077)
+    try:
+        made = create_shared_arena(tmp_path, SIZE)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(made.path.stat().st_mode) == 0o660, "only owner and group"
+
+
+def test_a_kernel_without_huge_pages_is_not_asked_for_them(tmp_path, monkeypatch):
+    kernel(tmp_path, monkeypatch, "", ",huge=advise")
+    (tmp_path / "shmem_enabled").unlink()
+    assert shared.huge_page_policy(tmp_path) == "never"
+    (tmp_path / "shmem_enabled").write_text(DEFAULT)
+    (tmp_path / "mountinfo").unlink()
+    assert shared.huge_page_policy(tmp_path) == "never"

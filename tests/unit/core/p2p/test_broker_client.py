@@ -7,8 +7,9 @@ import httpx
 import msgspec
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.lookup import MAX_HOLDERS_PER_CHUNK
 from lmcache_core.p2p import Assignment, BrokerClient, CopyOrder, DrainReport, HeldBy, Lease, Peer
-from lmcache_core.p2p.messages import Renewal
+from lmcache_core.p2p.messages import MAX_CHUNKS_PER_TRANSFER, Renewal
 from lmcache_core.wire import json_http as module
 
 URL = "http://broker:8082"
@@ -250,3 +251,14 @@ async def test_pull_is_renewed_where_the_broker_knows_it() -> None:
     assert "v1.x.y" not in repr(renewal)
     assert await client.renew("me", "q") is None
     assert seen[0] == ("/v1/transfers:renew", {"requester": "me", "pulls": ["p"]})
+
+
+async def test_long_request_is_cut_to_its_bounds() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        chunks = msgspec.json.decode(request.content)["chunks"]
+        assert len(chunks) == MAX_CHUNKS_PER_TRANSFER
+        assert {len(chunk["holders"]) for chunk in chunks} == {MAX_HOLDERS_PER_CHUNK}
+        return granted()(request)
+
+    many = [(i.to_bytes(16), ["p"] * 20) for i in range(MAX_CHUNKS_PER_TRANSFER + 1)]
+    assert await (await opened(handler)).transfers("me", many) == []

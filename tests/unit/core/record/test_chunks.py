@@ -11,7 +11,13 @@ from lmcache_core.concurrency import Workers
 from lmcache_core.errors import ConfigError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
-from lmcache_core.record import UNSEALED_DIGEST, Chunk, HotVerifier, RecordHeader, TensorSpec
+from lmcache_core.record import (
+    UNSEALED_DIGEST,
+    Chunk,
+    HotVerifier,
+    RecordHeader,
+    TensorSpec,
+)
 from lmcache_core.record.hot_verifier import SAMPLE_INTERVAL
 
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -155,3 +161,41 @@ def test_parts_without_the_digest_do_not_seal_the_chunk() -> None:
     assert chunk.num_bytes > 1000
     assert not chunk.moved(chunk.memory, "Other").is_sealed
     assert not chunk.is_sealed
+
+
+NUM_THREADS = 6
+
+
+class Counting(BytesBufferMemoryObj):
+    """Counts its readers; the first waits for another one, a little."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.num_reads = 0
+        self._is_overtaken = threading.Event()
+
+    @property
+    def byte_array(self) -> memoryview:
+        self.num_reads += 1
+        if self.num_reads == 1:
+            self._is_overtaken.wait(0.1)
+        self._is_overtaken.set()
+        return super().byte_array
+
+
+def test_threads_that_seal_together_compute_one_digest() -> None:
+    key, memory = make_key("a"), Counting(make_payload("a"))
+    chunk = Chunk.unsealed(key, header_of(key, 1000), memory, "memory")
+    start, heads = threading.Barrier(NUM_THREADS), list[bytes]()
+
+    def seal() -> None:
+        start.wait()
+        heads.append(chunk.sealed().head)
+
+    threads = [threading.Thread(target=seal) for _ in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heads == [make_chunk("a").head] * NUM_THREADS
+    assert memory.num_reads == 1

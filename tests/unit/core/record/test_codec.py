@@ -145,3 +145,13 @@ def test_decoded_tensors_lie_one_after_the_other() -> None:
     header = decoded_header(encoded)
     assert [(spec.offset, spec.length) for spec in header.tensors] == [(0, 60), (60, 0), (60, 16)]
     header.check(decoded_bytes(encoded))
+
+
+def test_a_header_nested_deeper_than_any_stack_is_refused() -> None:
+    deep = b"\x91" * (50 << 10)
+    units = -(-(PREFIX_BYTES + len(deep) + CHECKSUM_BYTES) // HEAD_ALIGN_BYTES)
+    covered = struct.pack("<4sHHIIQ", b"LMKV", 1, units, len(deep), 0, 0) + deep
+    covered += bytes(units * HEAD_ALIGN_BYTES - CHECKSUM_BYTES - len(covered))
+    with pytest.raises(RecordError) as refused:
+        decode_head(sealed(covered))
+    assert refused.value.reason is RecordReason.HEADER

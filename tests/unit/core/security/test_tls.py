@@ -141,3 +141,10 @@ def test_silent_server_may_miss_a_certificate(tmp_path: Path) -> None:
     shown = client_context(TlsFiles(pair.cert, pair.key, options=OPTIONS))
     assert "must have signed that in my_cert_file" in why_silent(shown)
     assert [why_silent(context) for context in (None, no_context(), client_context())] == [""] * 3
+
+
+def test_one_file_may_hold_certificate_and_key(tmp_path: Path) -> None:
+    pair = Authority(tmp_path).sign("server")
+    both = tmp_path / "both.pem"
+    both.write_bytes(pair.key.read_bytes() + pair.cert.read_bytes())
+    server_context(TlsFiles(both))

@@ -17,6 +17,7 @@ from lmcache_core.security import (
     validate_instance_id,
     validate_tenant,
 )
+from lmcache_core.security.tokens import MAX_TOKENS
 from lmcache_core.security.watched_files import WatchedFiles
 
 from tests.fixtures.held_clock import HeldClock, watch_files_by
@@ -274,3 +275,12 @@ def test_repr_shows_no_secret(file: Path) -> None:
     assert repr(table) == f"TokenTable({str(file)!r}, num_tokens=2)"
     assert "digest" not in repr(vars(table))
     assert ADMIN not in repr(vars(table))
+
+
+def test_number_of_tokens_is_bounded(tmp_path: Path) -> None:
+    many = "".join(
+        f"- {{name: n{i}, tenant: t, role: client, token: token-of-sixteen-{i}}}\n"
+        for i in range(MAX_TOKENS + 1)
+    )
+    with pytest.raises(ConfigError, match="list 1 to"):
+        TokenTable.from_file(write(tmp_path / "many", "tokens:\n" + many))

@@ -387,3 +387,11 @@ def test_without_numba_the_command_names_what_to_install(
     monkeypatch.setattr(warm_up, "load_loops", missing)
     assert warm_up.main([]) == 2
     assert "./libs/lmcache_core[codec]" in capsys.readouterr().err
+
+
+def test_code_divides_as_ieee_754_says_and_releases_the_gil(path: Path) -> None:
+    path.write_text("def add(numbers, amount):\n    numbers[0] = amount // 1\n")
+    loop: Any = load(path)
+    assert loop.targetoptions["nogil"] is True
+    assert loop.targetoptions["fastmath"] is False
+    assert loop.targetoptions["error_model"] == "numpy"

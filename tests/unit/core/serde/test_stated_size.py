@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from lmcache_core.errors import SerdeError
+from lmcache_core.memory.dtypes import DTYPE_ITEMSIZE
 from lmcache_core.record import REPORT_EXTENSION, Extension, RecordHeader, encode_head
-from lmcache_core.serde import CODEC_NAMES, DOCUMENTED_NAMES, create_codec
+from lmcache_core.serde import CODEC_NAMES, DOCUMENTED_NAMES, create_codec, stated_size, tables
 from lmcache_core.serde.codec import (
     MAX_REPORT_BYTES,
     ChunkCodec,
@@ -19,6 +20,7 @@ from lmcache_core.serde.codec import (
     encoding_report,
     report_extension,
 )
+from lmcache_core.serde.lossless import RUN_ELEMENTS
 from lmcache_core.serde.stated_size import check_stated_size
 
 from tests.suites.chunks import make_chunk
@@ -102,3 +104,10 @@ def test_the_length_is_bounded_for_writer_and_reader() -> None:
         )
         is None
     )
+
+
+def test_smallest_sizes_are_those_of_the_codec() -> None:
+    assert stated_size.RUN_ELEMENTS == RUN_ELEMENTS
+    words = tables.LANES * tables.STATE_WORDS
+    assert 4 + 2 * words == stated_size.STREAM_BYTES
+    assert DTYPE_ITEMSIZE["bfloat16"] == 2

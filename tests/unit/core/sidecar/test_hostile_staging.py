@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
@@ -91,3 +92,12 @@ def test_sidecar_that_takes_no_description_is_not_used(tmp_path: Path) -> None:
         assert store.stage("t", CHAINS) is None
         wait_until(lambda: sidecar.num_ended >= 1)
         assert sidecar.requests[:2] == [HELLO, described]
+
+
+def test_good_answer_is_believed(tmp_path: Path) -> None:
+    """Also one with a tier of a later version."""
+    tiers = (b"\1\x63\0", b"\2\2")
+    with store_at(tmp_path, m.Promise(True, tiers)) as (store, sidecar):
+        assert store.stage("t", CHAINS, is_prefix=False, recompute_s=0.5) == Staged(True, tiers)
+        runs = tuple(enumerate(chain.hashes for chain in CHAINS))
+        assert sidecar.requests[-1] == m.Stage("t", runs, False, int(TIMEOUT_S * 1000), 500_000)

@@ -21,7 +21,11 @@ from lmcache_core.wire import messages as m
 from tests.fixtures.chains import chain_of, keys_by_chunk
 from tests.fixtures.frames import HELLO
 from tests.fixtures.held_clock import HeldClock
-from tests.fixtures.scripted_sidecar import Answer, ScriptedSidecar, scripted_sidecar
+from tests.fixtures.scripted_sidecar import (
+    Answer,
+    ScriptedSidecar,
+    scripted_sidecar,
+)
 from tests.fixtures.waiting import wait_until
 
 CHAINS = [chain_of(range(3))]
@@ -243,3 +247,11 @@ def test_wait_in_vain_is_followed_by_a_rest(
         connection.took(1.0)
         connection.join()
         assert len(probes) == num_probes, "a closed connection is probed"
+
+
+def test_other_chains_under_a_ticket_are_another_question(tmp_path: Path) -> None:
+    with held(tmp_path) as (store, sidecar, go):
+        for chain in (chain_of(range(2)), *CHAINS):
+            assert store.stage("t", [chain], wait_s=0.0, saving_s=MUCH_S) == UNKNOWN
+        go.set()
+        wait_until(lambda: asked(sidecar).count("STAGE") == 2)

@@ -13,6 +13,7 @@ import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
+from lmcache_core.storage.disk import lock as lock_module
 from lmcache_core.storage.disk.backoff import MAX_PAUSE_S
 from lmcache_core.storage.disk.index import FULL_S
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
@@ -310,3 +311,21 @@ async def test_process_that_lost_the_lock_to_another_writes_and_removes_nothing(
     await other.close()
     assert await disk.batched_remove([make_key("a")]) == 1, "it is free again"
     await disk.close()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=["read_only", "denied"])
+async def test_directory_that_may_not_be_written_is_reported_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refusing(path: Path, flags: int, *more: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(code, os.strerror(code))
+        return os.open(path, flags, *more)
+
+    class Refusing:
+        def __getattr__(self, name: str) -> object:
+            return refusing if name == "open" else getattr(os, name)
+
+    monkeypatch.setattr(lock_module, "os", Refusing())
+    with pytest.raises(UnavailableError, match=os.strerror(code)):
+        await opened(tmp_path)

@@ -7,10 +7,10 @@ import resource
 
 import pytest
 from lmcache_core.record import MissReason
-from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, SETTLED_S
+from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, SETTLED_S, WriteBackoff
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 
-from tests.fixtures.disk_tier import file_of, get, opened
+from tests.fixtures.disk_tier import Clock, file_of, get, opened
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_SLOTS = 3
@@ -109,3 +109,23 @@ async def test_real_limit_on_file_sizes_is_a_refused_write(disk, clock):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     clock.now += MIN_PAUSE_S
     assert await disk.batched_put([make_chunk("a")]) == [True]
+
+
+def test_pauses_double_up_to_a_bound_and_late_failures_do_not_count():
+    clock = Clock()
+    backoff = WriteBackoff(clock)
+    assert backoff.allows()
+    backoff.failed()
+    backoff.failed()
+    pause_s = MIN_PAUSE_S
+    for _ in range(10):
+        clock.now += pause_s - 0.01
+        assert not backoff.allows()
+        clock.now += 0.02
+        assert backoff.allows(), "one probe"
+        assert not backoff.allows(), "and only one"
+        backoff.failed()
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+    backoff.succeeded()
+    assert backoff.allows()
+    assert backoff.allows()

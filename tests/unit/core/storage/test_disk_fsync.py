@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import threading
 from pathlib import Path
 
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backoff import MIN_PAUSE_S
 
-from tests.fixtures.disk_tier import Clock, file_of, fill, opened, put
+from tests.fixtures.disk_tier import PATIENCE_S, Clock, file_of, fill, opened, put
 from tests.suites.chunks import make_key
 
 
@@ -80,4 +82,32 @@ async def test_record_of_an_earlier_process_is_synced_when_it_is_stored_again(
     files.failing = {shard}
     await put(disk, "a")
     assert files.calls == []
+    await disk.close()
+
+
+async def test_store_of_a_record_whose_name_is_not_synced_yet_syncs_it_itself(
+    tmp_path: Path,
+) -> None:
+    class FirstSyncHangs(RecordedSyncs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hangs, self.may_continue = threading.Event(), threading.Event()
+
+        def sync_directory(self, path: Path) -> None:
+            if path == shard and not self.hangs.is_set():
+                self.hangs.set()
+                assert self.may_continue.wait(PATIENCE_S)
+            super().sync_directory(path)
+
+    files, shard = FirstSyncHangs(), file_of(tmp_path, "a").parent
+    disk = await synced_tier(tmp_path, files)
+    first = asyncio.create_task(put(disk, "a"))
+    assert await asyncio.to_thread(files.hangs.wait, PATIENCE_S)
+    await put(disk, "a")
+    assert shard in files.calls, "reported as stored before its name was on the device"
+    files.may_continue.set()
+    await first
+    files.calls.clear()
+    await put(disk, "a")
+    assert not files.calls, "a synced name costs nothing more"
     await disk.close()

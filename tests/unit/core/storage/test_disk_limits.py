@@ -152,3 +152,11 @@ async def test_chunk_above_the_quota_is_refused_and_evicts_nothing(disk, removed
     large = make_chunk("large", tenant="mine", payload=bytes(QUOTA_SLOTS * BLOCK_BYTES))
     assert await disk.batched_put([large]) == [False]
     assert (disk.stats()["quota_refused_chunks"], removed) == (1, [])
+
+
+async def test_writes_remove_expired_chunks(disk, clock, tmp_path):
+    await put(disk, *range(5))
+    clock.now += TTL_S
+    await put(disk, "new")
+    assert num_records(tmp_path) == 1
+    assert disk.stats()["expired_chunks"] == 5

@@ -226,3 +226,12 @@ async def test_nothing_counts_as_removed_while_the_directory_cannot_be_read(tmp_
     await look_again(disk)
     assert await disk.clear() == 1
     await disk.close()
+
+
+async def test_whole_records_are_served_again_for_their_tenant(tmp_path):
+    await fill(tmp_path, "a", "b", tenant="tenant ü/..")
+    disk = await opened(tmp_path)
+    assert await get(disk, "a", "b", tenant="tenant ü/..") == [make_payload("a"), make_payload("b")]
+    assert await get(disk, "a") == [MissReason.NEVER_STORED]
+    assert disk.stats()["used_bytes"] == 2 * BLOCK_BYTES
+    await disk.close()

@@ -12,7 +12,7 @@ import pytest
 from lmcache_core.errors import ConfigError
 from lmcache_core.record import MissReason
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.eviction.adaptive import FIRST_FACTOR
+from lmcache_core.storage.eviction.adaptive import FIRST_FACTOR, MAX_FACTOR
 from lmcache_core.storage.eviction.ledger import MAX_RECENT_EVICTIONS, RecentEvictions
 
 from tests.bench import eviction
@@ -230,3 +230,26 @@ def test_default_is_never_much_worse_than_lru_and_none_beats_the_optimum(traces,
     lru, default, optimal, by_policy = ratios(traces[name], share)
     assert 0 < default >= lru - 0.015
     assert max(by_policy.values()) <= optimal <= 1
+
+
+@pytest.mark.parametrize(("num_read", "limit"), [(0, 1.0), (20, MAX_FACTOR)])
+def test_factor_has_limits(adaptive, num_read, limit):
+    insert(adaptive, *keys("held", 20))
+    for turn in range(30):
+        read(adaptive, *adaptive.coldest_first()[:num_read])
+        gone = evict(adaptive, 1)
+        adaptive.on_remove(adaptive.coldest_first()[-1])
+        insert(adaptive, *gone, *keys(f"fresh {turn}", 1))
+    assert adaptive.factor == pytest.approx(limit)
+
+
+def test_s3fifo_probation_takes_a_tenth_of_the_bytes_not_of_the_chunks(s3fifo):
+    large, small = keys("large", 2), keys("small", 20)
+    insert(s3fifo, *large, num_bytes=1000)
+    read(s3fifo, *large, *large)
+    insert(s3fifo, *small)
+    assert (
+        next(s3fifo.victims()) == large[0]
+    )  # both have moved to the main queue; 200 bytes on probation of 2200
+    insert(s3fifo, A, num_bytes=30)
+    assert next(s3fifo.victims()) == small[0]  # 230 of 2230

@@ -222,9 +222,6 @@ def test_quotas_must_be_positive(quotas):
 MINE, YOURS = make_key("a", "mine"), make_key("a", "yours")
 
 
-MINE, YOURS = make_key("a", "mine"), make_key("a", "yours")
-
-
 @pytest.mark.parametrize(
     "sizes", [{}, {MINE: 10}, {MINE: 10, YOURS: 11}, {MINE: 10, YOURS: 10, A: 10}]
 )
@@ -235,3 +232,22 @@ def test_accounts_that_differ_are_detected(clock, sizes):
     ledger.check_integrity({MINE: 10, YOURS: 10})
     with pytest.raises(IntegrityError):
         ledger.check_integrity(sizes)
+
+
+def test_nothing_is_evicted_for_a_payload_that_could_never_be_held(hot, removed):
+    put(hot, *range(NUM_SLOTS))
+    assert receive(hot, "small", QUOTA_SLOTS + 1) is None
+    assert receive(hot, "default", NUM_SLOTS + 1) is None
+    assert not removed
+
+
+def test_stored_chunk_no_longer_counts_as_incoming(hot):
+    for name in "abcd":
+        chunk = make_chunk(
+            name, tenant="small", allocate=lambda num_bytes: hot.receive(num_bytes, "small")
+        )
+        assert hot.put_many([chunk]) == [True]
+        chunk.release()
+    memory = receive(hot, "small")
+    assert memory is not None
+    memory.ref_count_down()

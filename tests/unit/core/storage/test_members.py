@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from lmcache_core.errors import UnavailableError
+from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import Holder, LookupAnswer
 from lmcache_core.storage.remote.members import MAX_QUESTIONS, Resolver, hosts_of, locate_by_lookup
@@ -134,3 +134,12 @@ def test_golden_vectors(case: dict[str, Any]) -> None:
 async def test_degraded_lookup_locates_nothing() -> None:
     assert await located(ScriptedLookup({0}, degraded=True), KEYS) == [[] for _ in KEYS]
     assert await located(ScriptedLookup(set()), []) == []
+
+
+@pytest.mark.parametrize(
+    "url", ["lm://a,,b", "lm://a,b/path", "lm://user:secret@a,b", "lm://a:70000,b"]
+)
+def test_invalid_list_of_hosts_is_refused_and_shows_no_secret(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        hosts_of(url)
+    assert "secret" not in str(caught.value)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.memory import ArenaAllocator
+from lmcache_core.storage import pin_board as module
 from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
@@ -131,4 +132,13 @@ async def test_pin_follows_the_chunk_that_replaces_a_lossy_one(
     await put(stack, *range(2 * NUM_SLOTS))
     assert stack.hot.contains_many([lossy.key]) == [True]
     assert (len(board), board.num_bytes) == (1, SLOT_BYTES)
+    board.close()
+
+
+async def test_pins_are_bounded_in_number(
+    stack: TierStack, board: PinBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_PINNED_CHUNKS", 2)
+    await put(stack, *range(3))
+    assert await board.pin([make_key(name) for name in range(3)], 10) == {make_key(2): PIN_BOUND}
     board.close()

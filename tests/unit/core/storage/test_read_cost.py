@@ -15,6 +15,7 @@ from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.record import Allocate, Miss, MissReason, Result
 from lmcache_core.storage.guard import (
     MIN_OBSERVATIONS,
+    NUM_RECOVERED,
     PROBE_INTERVAL,
     Guard,
     GuardOptions,
@@ -188,3 +189,32 @@ async def test_reads_cancelled_early_do_not_count(priced: Guard, tier: Timed) ->
             with pytest.raises(asyncio.CancelledError):
                 await reading
     assert priced.num_worth(4, 1e-9) == 4
+
+
+async def test_answer_to_another_read_does_not_answer_a_probe(priced: Guard, tier: Timed) -> None:
+    tier.latency_s = 1.0
+    await learn(priced)
+    assert [priced.num_worth(3, LIMIT_S) for _ in range(PROBE_INTERVAL)][-1] == 3
+    await asyncio.create_task(read(priced, 2))  # underway when the probe began, and ended first
+    tier.is_empty = True
+    await read(priced, 3)
+    assert priced.num_worth(3, LIMIT_S) == 3, "the probe has learned no price"
+
+
+def test_reads_of_one_size_are_never_considered_free() -> None:
+    """Latency and bandwidth are unknown: less costs as much, more costs in proportion."""
+    cost = ReadCost()
+    for _ in range(10):
+        cost.observe(4, 4 * CHUNK_BYTES, 0.008)
+    assert cost.expected_s(1) == cost.expected_s(4) == pytest.approx(0.008)
+    assert cost.expected_s(40) == pytest.approx(0.08)
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "elapsed_s"), [(0, 0.001), (2, 1.0)], ids=["without a chunk", "not much cheaper"]
+)
+def test_some_cheaper_reads_are_no_recovery(num_chunks: int, elapsed_s: float) -> None:
+    cost = ReadCost()
+    for read_s in [2.0] * 30 + [elapsed_s] * 2 * NUM_RECOVERED:
+        cost.observe(num_chunks, num_chunks * CHUNK_BYTES, read_s)
+    assert cost.expected_s(2) is not None

@@ -11,7 +11,7 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.remote import redis as redis_tier
-from lmcache_core.storage.remote.redis import RedisBackend, SteadySentinels
+from lmcache_core.storage.remote.redis import RedisBackend, SteadySentinels, encoded, exchange
 from redis.exceptions import ConnectionError as LostConnectionError
 
 from tests.fixtures.redis_server import ScriptedRedis
@@ -158,3 +158,21 @@ async def test_value_that_stops_in_the_middle_releases_its_memory():
         )
     assert results == [Miss(MissReason.DEADLINE)]
     arena.check_empty()
+
+
+async def test_second_cancellation_does_not_leak_the_connection():
+    async def read(i: int, replies: redis_tier.Replies) -> object:
+        return await replies.read()
+
+    async with ScriptedRedis(["+a", never]) as server:
+        asking = asyncio.ensure_future(
+            exchange(
+                server.client, [encoded("GET", "k")] * 2, lambda: 2, read, lambda i, answer: never()
+            )
+        )
+        await until(lambda: "answer" in server.history)
+        asking.cancel()
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking

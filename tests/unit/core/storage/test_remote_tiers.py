@@ -65,26 +65,12 @@ def test_directory_may_have_a_name_that_is_not_utf8() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "",
-        "localhost:65432",
-        "ftp://localhost",
-        "lm://",
-        "lm://localhost:99999",
-        "lm://localhost?x=1",
-        "lm://a,,b",
-        "lm://a,b/path",
-        "lm://user:secret@a,b",
-        "redis://localhost:port",
-        "redis://localhost?ttl_s=soon",
-        "redis://localhost?ttl_s=-1",
-        "redis://localhost/1/2",
-        "rediss://user:secret@localhost/1x",
-        "redis-sentinel://one:port/service",
-        "redis-sentinel://,/service",
-        "file:///mnt/k%00v",
-        "http://user:secret@localhost",
-        "file:///",
-        "file://user:secret@host/directory",
+        *("", "localhost:65432", "ftp://localhost", "lm://", "lm://localhost:99999"),
+        *("lm://localhost?x=1", "lm://a,,b", "lm://a,b/path", "lm://user:secret@a,b"),
+        *("redis://localhost:port", "redis://localhost?ttl_s=soon", "redis://localhost?ttl_s=-1"),
+        *("redis://localhost/1/2", "rediss://user:secret@localhost/1x"),
+        *("redis-sentinel://one:port/service", "redis-sentinel://,/service", "file:///mnt/k%00v"),
+        *("http://user:secret@localhost", "file:///", "file://user:secret@host/directory"),
         "file:///directory?max_gb=1",
     ],
 )
@@ -169,14 +155,6 @@ async def test_error_of_the_lm_client_is_an_unavailable_tier(error: LMCacheError
     for call in CALLS.values():
         with pytest.raises(UnavailableError):
             await call(LmBackend(Client()), Arena())  # type: ignore[arg-type]
-
-
-CALLS: dict[str, Callable[[StorageBackend, Arena], Coroutine[Any, Any, object]]] = {
-    "contains": lambda backend, arena: backend.batched_contains([make_key(1)]),
-    "get": lambda backend, arena: backend.batched_get([make_key(1)], arena),
-    "put": lambda backend, arena: backend.batched_put([make_chunk(1)]),
-    "remove": lambda backend, arena: backend.batched_remove([make_key(1)]),
-}
 
 
 async def test_invalid_host_name_is_an_unavailable_tier() -> None:

@@ -236,3 +236,16 @@ async def test_two_addresses_of_one_server_are_one_server() -> None:
         await made.members.refresh()
         assert list(made.members.by_name()) == ["s-0"]
         assert all(await made.put(KEYS))
+
+
+async def test_chunk_that_has_moved_is_found_again() -> None:
+    async with cluster("s-0", "s-1", "s-2") as made:
+        await made.put(KEYS)
+        for key in KEYS:
+            first, second, _ = ranked(made.stores, key.key.chunk_id())
+            made.stores[second].chunks[key] = made.stores[first].chunks.pop(key)
+        assert await made.got(KEYS) == payloads(KEYS)
+        for key in KEYS:
+            first, second, _ = ranked(made.stores, key.key.chunk_id())
+            made.stores[first].chunks[key] = made.stores[second].chunks.pop(key)
+        assert await made.got(KEYS) == payloads(KEYS)

@@ -390,3 +390,17 @@ async def test_chunk_stored_during_its_removal_stays(
     assert stack.hot.contains_many([key]) == [keep_hot]
     assert held_keys(disk) == [key]
     await stack.close()
+
+
+async def test_slower_tiers_share_the_memory_of_waiting_writes(
+    arena: ArenaAllocator, tmp_path: Path
+) -> None:
+    disks = [Disk(tmp_path / name) for name in ("a", "b")]
+    disks[1].name = "OtherDisk"
+    for disk in disks:
+        disk.may_answer.clear()
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), disks)
+    await stack.open()
+    await put(stack, *[f"n{i}" for i in range(600)])
+    assert 0 < stack.num_pending_bytes <= ARENA_BYTES // 2
+    await stack.close()

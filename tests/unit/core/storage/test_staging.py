@@ -377,3 +377,14 @@ async def test_ranks_are_held_together_or_not_at_all() -> None:
         w.make_hot(names_of(keys_by_chunk(chain)))
         assert w.stage("t", chain).tiers == (b"\1\0\0",)
         assert w.room.used_bytes == 3 * TAKEN_BYTES
+
+
+@pytest.mark.parametrize(("name", "code"), [("peers", 3), ("AnotherTier", 5)])
+async def test_code_of_a_chunk_is_that_of_its_slowest_tier(name: str, code: int) -> None:
+    shelf = Shelf(name)
+    chain = chain_of(range(2), world_size=2)
+    async with world(shelf) as w:
+        w.make_hot(names_of(keys_of_rank(chain, 0)))
+        shelf.held.update(names_of(keys_of_rank(chain, 1)))
+        w.stage("t", chain)
+        assert (await w.settled("t")).tiers == (bytes([code, code]),)

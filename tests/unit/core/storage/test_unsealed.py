@@ -14,10 +14,12 @@ from lmcache_core.record import UNSEALED_DIGEST, Chunk
 from lmcache_core.storage.announcer import TierAnnouncer
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskBackend
+from lmcache_core.storage.disk.layout import charged_bytes
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.stack import TierStack
+from lmcache_core.storage.write_behind import WriteBehind
 
 from tests.fixtures.embedded import embedded_engine
 from tests.fixtures.kv import assert_equal_prefix, empty_kv
@@ -153,4 +155,32 @@ async def test_node_of_one_tenant_announces_no_chunks_of_an_earlier_tenant_of_it
     directory.chunk_ids.add(foreign.key.key.chunk_id())
     removed(foreign.key)
     assert foreign.key.key.chunk_id() in directory.chunk_ids
+    await disk.close()
+
+
+ROOM_CHUNKS, NUM_CHUNKS = 2, 8
+
+
+async def test_chunk_evicted_by_its_own_batch_is_not_announced(tmp_path):
+    chunks = [make_chunk(number) for number in range(NUM_CHUNKS)]
+    directory, announcer = Directory(), TierAnnouncer("default")
+    disk = DiskBackend(
+        tmp_path / "chunks",
+        ROOM_CHUNKS * charged_bytes(chunks[0].num_bytes),
+        on_removed=announcer.removed_from("disk"),
+    )
+    await disk.open()
+    announcer.connect(directory, [disk])
+    writer = WriteBehind(
+        disk,
+        sum(chunk.num_bytes for chunk in chunks),
+        lambda chunk, tier: announcer.stored(chunk.key, tier, chunk.num_bytes),
+    )
+    writer.open()
+    writer.offer(chunks)
+    assert await writer.drain(60)
+    held = {key.key.chunk_id() for key, _ in disk.held()}
+    assert len(held) == ROOM_CHUNKS
+    assert directory.chunk_ids == held
+    await writer.close(0)
     await disk.close()

@@ -168,3 +168,15 @@ async def test_interrupted_tls_handshake_leaves_no_connection(is_cancelled: bool
         async with asyncio.timeout(1.0):
             await ended.wait()
         await client.close()
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError, httpx.ReadTimeout])
+async def test_call_to_an_absent_server_is_not_repeated(error: type[httpx.TransportError]) -> None:
+    server = HangsUp(error)
+    client = await opened(server.answer)
+    await client.call("GET", "/")
+    server.num_left = 1
+    with pytest.raises(UnavailableError, match=error.__name__):
+        await client.call("GET", "/")
+    assert len(server.bodies) == 2
+    await client.close()

@@ -176,3 +176,12 @@ async def test_closing_without_descriptors_logs_no_traceback(
                 await made.listener.close()
             await asyncio.sleep(5)
     assert [one.message for one in caplog.records if one.name == "asyncio"] == []
+
+
+@pytest.mark.virtual_time
+async def test_drained_sessions_end_at_once() -> None:
+    async with open_listener() as made, connected(made.listener.port) as raw:
+        assert await heard(raw) == b"!"
+        async with asyncio.timeout(1):
+            await made.listener.close(drain_s=60)
+        assert await raw.is_closed()

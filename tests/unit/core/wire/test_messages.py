@@ -21,7 +21,14 @@ from lmcache_core.wire.frames import (
     FrameType,
     parse_header,
 )
-from lmcache_core.wire.messages import MAX_BATCH_KEYS, MAX_LANES, build_frame, parse_meta
+from lmcache_core.wire.messages import (
+    MAX_BATCH_KEYS,
+    MAX_CAPABILITIES,
+    MAX_LANES,
+    Hello,
+    build_frame,
+    parse_meta,
+)
 
 
 def raw(
@@ -177,3 +184,11 @@ def test_question_that_exceeds_one_stage_is_refused(chains: list[ChunkChain], te
     messages.check_chains([ChunkChain("f", "m", 1024, "", bytes(32 * 64))])
     with pytest.raises(ValueError, match=text):
         messages.check_chains(chains)
+
+
+def test_hello_holds_as_many_as_it_may() -> None:
+    serdes = frozenset(f"serde-{i}" for i in range(5 * MAX_CAPABILITIES))
+    names = Accepts(True, serdes).capabilities()
+    assert names[0] == "lossy"
+    frame = build_frame(1, Hello(1, 1, list(names), None, "client"))
+    assert parse_meta(FrameType.HELLO, frame[32:]) == Hello(1, 1, list(names), None, "client")

@@ -17,8 +17,11 @@ from tests.fixtures.vllm_engine import Adapter, Request
 from tests.fixtures.vllm_engine.parts import (
     METADATA,
     PLAIN,
+    ScriptedStore,
     groups_of,
+    output_of,
     request_of,
+    scheduler_side,
 )
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, make_adapter
 
@@ -166,3 +169,14 @@ def test_many_adapters_are_forgotten_not_confused(
     first = [adapters.name_of(adapter) for adapter in many]
     assert [adapters.name_of(adapter) for adapter in many] == first
     assert len(set(first)) == 5
+
+
+def test_nothing_is_stored_once_the_files_of_an_adapter_have_changed(tmp_path: Path) -> None:
+    """They change before vLLM loads them in place; no request need have come since."""
+    adapter = Adapter("a", str(make_adapter(tmp_path, "one")))
+    side = scheduler_side(ScriptedStore([None]))
+    side.new_request(request_with(adapter, "r"))
+    (stored,) = side.plan_stores(output_of([("r", (list(range(1, 5)),), 0, 16)]), ())
+    assert stored.runs[0].num_chunks == 2
+    make_adapter(tmp_path, "two epochs")
+    assert side.plan_stores(output_of(again=[("r", (list(range(5, 9)),), 16, 16)]), ()) == ()

@@ -391,3 +391,10 @@ def test_contents_that_vllm_only_numbers_have_no_name(
 ) -> None:
     found = contents_fingerprint(config(tmp_path, prefix_caching, mm_processor_cache_gb=cache_gb))
     assert (found is not None) == named
+
+
+def test_variables_of_vllm_count_unless_listed(model: Path) -> None:
+    plain = root(identity(model))
+    assert root(identity(model, variables={"VLLM_MARLIN_INPUT_DTYPE": "int8"})) != plain
+    assert root(identity(model, variables={"VLLM_OF_TOMORROW": "1"})) != plain
+    assert root(identity(model, variables={"VLLM_PORT": "tcp://10.0.0.1:80"})) == plain

@@ -11,7 +11,11 @@ import torch
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
 from lmcache_core.integrations.vllm.groups import CacheGroup
-from lmcache_core.integrations.vllm.memory import GroupMemory, attention_backends, memory_of
+from lmcache_core.integrations.vllm.memory import (
+    GroupMemory,
+    attention_backends,
+    memory_of,
+)
 
 from tests.fixtures.vllm_engine import FULL, MLA, STATE, Shape
 from tests.fixtures.vllm_engine.memory import RankMemory
@@ -172,3 +176,12 @@ def test_latent_is_recognised_by_its_spec_not_by_its_shape() -> None:
     assert memory_of(latent, tensors, NUM_BLOCKS, "tokens").layout.groups[0].sides == 1
     with pytest.raises(LayoutError):
         memory_of(full, tensors, NUM_BLOCKS, "tokens")
+
+
+def test_order_of_axes_counts_for_chunks_of_blocks_and_not_of_tokens() -> None:
+    def num_layouts(mode: str, *layouts: str) -> int:
+        memories = [memory_in(mode, registered(layout)) for layout in layouts]
+        return len({memory.layout.fingerprint() for memory in memories})
+
+    assert num_layouts("blocks", HND, NHD) == 2
+    assert num_layouts("tokens", HND, NHD, BLOCK_FIRST, KV_FIRST) == 1

@@ -156,3 +156,22 @@ def test_nothing_is_needed_at_the_end_of_a_section() -> None:
     assert ask(store, Shape((FULL, local(16))))[0].num_chunks == 5
     alone = ScriptedStore([windows(b"\1\1\1")])
     assert ask(alone, Shape((local(40),)))[0].num_chunks == 4, "else nothing would have been found"
+
+
+def test_all_groups_need_their_recurrent_state() -> None:
+    shape = Shape((FULL, STATE, STATE, window(10)), block_size=8)
+    store = ScriptedStore(
+        [
+            hot(5),
+            windows(b"\1", b"\0", b"\1\1"),
+            windows(b"\1\1\0\1", b"\1\1\1\0", b"\1\1"),
+            windows(b"\1", b"\1", b"\1\1"),
+        ]
+    )
+    assert ask(store, shape) == (Offer(2, b"\1\1"), True)
+
+
+def test_recurrent_state_after_the_last_token_is_not_used() -> None:
+    """The forward pass needs one token, and continues from the state before it."""
+    offers = offers_of(ScriptedStore([hot(5), windows(b"\1")]), STATES)
+    assert offers.ask("r", HASHES, 39, None) == (Offer(4, b"\1\1\1\1"), True)

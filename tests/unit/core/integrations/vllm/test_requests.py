@@ -15,7 +15,7 @@ from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan
 from lmcache_core.token_database.hashing import identity_root
 
 from tests.fixtures import kv
-from tests.fixtures.vllm_engine import Feature, Request, Shape
+from tests.fixtures.vllm_engine import FULL, Feature, Request, Shape, window
 from tests.fixtures.vllm_engine.parts import METADATA, groups_of, request_of
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE, prompt
 
@@ -149,3 +149,17 @@ def test_blocks_of_groups_that_are_not_cached_are_ignored() -> None:
     state = RequestState(request_of(), [replace(group, index=1)], CHUNK_SIZE)
     state.set_blocks([[9, 9], [1, 2]])
     assert state.tables == [[1, 2]]
+
+
+def test_only_the_window_of_the_next_token_is_loaded() -> None:
+    """Other chunks of the group may not have been stored."""
+    names = ChunkNames(b"root", CHUNK_SIZE)
+    names.extend(prompt(1, 43))
+    groups = groups_of(Shape((FULL, window(6))))
+    state = RequestState(request_of(), groups, CHUNK_SIZE, names)
+    state.set_blocks([range(1, 12), range(21, 32)])
+    full, windowed = state.load_runs(0, 40)
+    assert (full.first, full.num_chunks) == (0, 5)
+    # the next token sees 35 to 40
+    assert (windowed.first, windowed.hashes) == (4, names.hashes[128:160])
+    assert windowed.block_ids == (29, 30)

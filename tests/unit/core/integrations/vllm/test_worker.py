@@ -26,6 +26,7 @@ from lmcache_core.integrations.vllm.worker import (
     WorkerSide,
 )
 from lmcache_core.memory import HostMemoryAllocator
+from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.telemetry import (
     FAILED_CALLS_TOTAL,
     STORED_CHUNKS_TOTAL,
@@ -583,3 +584,21 @@ def test_memory_of_the_store_is_pinned_for_the_device_of_vllms_memory(
         request.getfixturevalue("runtime")
     rank(wrap=Pinning)
     assert pinned_for == [cuda_streams.DEVICE] * has_streams
+
+
+def test_worker_takes_part_while_the_store_is_full(rank: Callable[..., Rank]) -> None:
+    class Full(RecordingStore):
+        def reserve(self, keys: Any, shapes: Any, dtype: str) -> list[NotLent]:
+            return [NotLent.NO_ROOM] * len(shapes)
+
+    here = rank(wrap=Full)
+    here.fill(BLOCKS)
+    here.run(storing())
+    assert here.run(storing())[3] is None
+
+
+def test_step_is_reported_once_by_its_number(rank: Callable[..., Rank]) -> None:
+    """Without it the scheduler never learns how fast the engine computes."""
+    one = rank()
+    assert one.run(StepPlan(step=7))[3].step == 7
+    assert one.run(StepPlan())[3] is None

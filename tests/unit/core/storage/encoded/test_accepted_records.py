@@ -170,3 +170,12 @@ async def test_sizes_are_checked_before_memory_is_allocated(
     spec = TensorSpec("", "uint8", shape, 0, made.memory.get_size())
     assert await put_inside(hot, made, bytearray(made.memory.byte_array), (spec,))
     assert await got(tier, arena, "bomb") == [reason]
+
+
+async def test_cleared_tier_forgets_unusable_records(
+    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
+) -> None:
+    await hot.batched_put([encoded_by(ZlibCodec("unknown"), make_chunk("a", payload=DATA))])
+    assert await got(tier, arena, "a") == [MissReason.ENCODING]
+    await tier.clear()
+    assert await tier.batched_put([make_chunk("a", payload=DATA)]) == [True]

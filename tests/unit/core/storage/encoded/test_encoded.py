@@ -154,3 +154,15 @@ async def test_bug_of_a_codec_is_raised_and_leaks_nothing(
             await tier.batched_get([make_key(name) for name in (0, "bad", 1)], arena)
         await arena.until_empty()
         assert await got(tier, arena, 0) == [DATA]
+
+
+async def test_decoded_chunks_are_sealed_on_request(
+    hot: LocalCPUBackend, lossless: ZlibCodec, arena: Arena
+) -> None:
+    async with opened(EncodedBackend(hot, codecs_of(lossless), "flate", seals=True)) as tier:
+        await tier.batched_put([make_chunk("a", payload=DATA)])
+        [result] = await tier.batched_get([make_key("a")], arena)
+        assert isinstance(result, Chunk)
+        assert result.is_sealed
+        assert result.header == make_chunk("a", payload=DATA).header
+        result.release()
