@@ -255,3 +255,26 @@ def test_other_chains_under_a_ticket_are_another_question(tmp_path: Path) -> Non
             assert store.stage("t", [chain], wait_s=0.0, saving_s=MUCH_S) == UNKNOWN
         go.set()
         wait_until(lambda: asked(sidecar).count("STAGE") == 2)
+
+
+def test_answer_may_come_in_pieces(tmp_path: Path) -> None:
+    polls: list[bool] = []
+
+    def is_whole() -> bool:
+        polls.append(is_good(store, "t"))
+        return polls[-1]
+
+    with held(tmp_path) as (store, sidecar, _):
+
+        def script(request: m.Message) -> Answer:
+            if not isinstance(request, m.Stage):
+                return m.Pong()
+            frame = m.build_frame(sidecar.last_id, m.Promise(*GOOD))
+            for piece in (frame[:1], frame[1:40], frame[40:-1]):
+                sidecar.send(piece)
+                wait_for_more(polls)
+            return frame[-1:]
+
+        sidecar.script = script
+        wait_until(is_whole)
+        assert asked(sidecar) == ["HELLO", "STAGE"]

@@ -52,16 +52,8 @@ async def read(stream: FrameStream, num_bytes: int) -> bytes:
 async def test_pieces_of_any_size_arrive_in_order(pair: tuple[FrameStream, FrameStream]) -> None:
     near, far = pair
     sizes = [
-        1,
-        32,
-        STAGED_READ_BYTES,
-        STAGED_READ_BYTES + 1,
-        STAGING_BYTES,
-        STAGING_BYTES + 1,
-        LARGE,
-        7,
-        0,
-        100_000,
+        *(1, 32, STAGED_READ_BYTES, STAGED_READ_BYTES + 1, STAGING_BYTES, STAGING_BYTES + 1),
+        *(LARGE, 7, 0, 100_000),
     ]
     data = pattern(sum(sizes))
     sending = asyncio.create_task(near.send(data[:5], memoryview(data)[5:]))
