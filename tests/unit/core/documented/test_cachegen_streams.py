@@ -70,11 +70,7 @@ def test_unusable_kv_is_refused(kv: torch.Tensor, chunk_size: int, message: str)
 
 
 MADE = encode(kv_of(2, 9, 1, 3), 4)
-
-
 CHUNKS = list(MADE.data_chunks)
-
-
 EMPTY = CacheGenGPUBytestream(CHUNKS[0].bytestream, CHUNKS[0].bytestream_lengths, -1)
 
 

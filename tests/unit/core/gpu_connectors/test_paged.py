@@ -23,8 +23,6 @@ from tests.suites.connector_suite import SLOTS, make_memory
 from tests.suites.kv_caches import make_kv_caches, one_group, same, snapshot
 
 HIDDEN, NUM_LAYERS = 15, 2
-
-
 LAYOUT = one_group(packing=Packing.KV_FIRST)
 
 
@@ -96,7 +94,6 @@ def test_groups_in_the_same_memory_share_no_block(method):
 
 
 CHECKED = torch.tensor([-1, -1, 9, 3, 4, 5, 14, 0])
-
 """Slots of which those of tokens [2, 8) are checked once for all chunks of a transfer."""
 
 

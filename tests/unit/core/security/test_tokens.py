@@ -24,14 +24,8 @@ from tests.fixtures.held_clock import HeldClock, watch_files_by
 from tests.fixtures.limits import without_descriptors
 
 CLIENT = "client-token-0123456789"
-
-
 ADMIN = "admin-token-0123456789"
-
-
 FRESH = "fresh-token-0123456789"
-
-
 SHA_CLIENT = hashlib.sha256(CLIENT.encode()).hexdigest()
 
 

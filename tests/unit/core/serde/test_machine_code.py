@@ -37,8 +37,6 @@ from tests.suites.codec_payloads import (
 SOURCE = (
     "def add(numbers, amount):\n    for i in range(numbers.size):\n        numbers[i] += amount\n"
 )
-
-
 SIGNATURE = "void(int64[::1], int64)"
 
 
@@ -154,7 +152,6 @@ def test_numba_that_may_not_compile_is_refused_with_the_fix() -> None:
 
 
 TIMEOUT_S = 300.0
-
 """Only a hang takes so long: a busy machine compiles for minutes."""
 
 
@@ -169,8 +166,6 @@ from numba.core.registry import cpu_target
 _, kind, features = cpu_target.target_context.codegen().magic_tuple()
 print(kind, len(features))
 """
-
-
 NO_AVX2 = (
     "has = binding.get_host_cpu_features(); has['avx2'] = False; binding.get_host_cpu_features ="
     " lambda: has"

@@ -29,11 +29,7 @@ from tests.suites.backend_suite import Arena, payload_of
 from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
 
 NAMES = range(5)
-
-
 PATIENCE_S = 60.0
-
-
 TOKENS = tokens_of((0, 1, 1), 5)
 
 

@@ -27,8 +27,6 @@ from lmcache_core.token_database.hashing import (
 from tests.suites.token_database_suite import CHUNK_SIZE, MAX_TOKEN_ID, METADATA
 
 tokens_lists = st.lists(st.integers(0, MAX_TOKEN_ID), max_size=40)
-
-
 span_lists = st.lists(
     st.builds(
         MultimodalSpan,

@@ -24,8 +24,6 @@ from tests.fixtures.vllm_engine.worlds import embedded, make_model
 from tests.releases import NEWEST_VLLM
 
 Change = Callable[[Any], None]
-
-
 PLAIN = Shape()
 
 

@@ -24,8 +24,6 @@ from tests.fixtures.vllm_engine.parts import (
 from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
 
 TABLE = (list(range(1, 12)),)
-
-
 EMPTY = output_of()
 
 

@@ -124,8 +124,6 @@ def test_adapter_is_named_by_its_whole_content(tmp_path: Path) -> None:
 
 
 LONG_AGO_S = 1_000_000_000
-
-
 PATIENCE_S = 60.0
 
 
