@@ -193,13 +193,3 @@ def test_keys_rotate_without_a_restart(
 def test_verifier_needs_an_instance_id() -> None:
     with pytest.raises(ValueError):
         TicketVerifier(KEYS, "not an id")
-
-
-@given(st.data())
-def test_inserted_or_missing_character_is_refused(data: st.DataObject) -> None:
-    text = make()
-    at = data.draw(st.integers(0, len(text) - 1))
-    inserted = data.draw(st.just("") | st.sampled_from(CHARACTERS) | st.characters())
-    changed = text[:at] + inserted + text[at if inserted else at + 1 :]
-    with pytest.raises(AuthenticationError):
-        verifier().verify(changed)

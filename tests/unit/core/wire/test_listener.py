@@ -185,3 +185,19 @@ async def test_drained_sessions_end_at_once() -> None:
         async with asyncio.timeout(1):
             await made.listener.close(drain_s=60)
         assert await raw.is_closed()
+
+
+async def test_refused_connections_take_no_place_of_others() -> None:
+    async with (
+        open_listener(1) as made,
+        connected(made.listener.port) as first,
+        contextlib.AsyncExitStack() as many,
+    ):
+        assert await heard(first) == b"!"
+        for _ in range(4):  # nothing reads the refusal
+            await many.enter_async_context(connected(made.listener.port))
+        await until(lambda: len(made.turned_away) >= 4)
+        first.writer.close()
+        await made.until_idle()
+        async with connected(made.listener.port) as next_one:
+            assert await heard(next_one) == b"!"
