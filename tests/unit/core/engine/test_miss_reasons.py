@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import (
-    Allocate,
     Chunk,
     RecordHeader,
-    Result,
     TensorSpec,
     encode_head,
     payload_digest,
 )
 from lmcache_core.record.chunk_store import NotLent
-from lmcache_core.storage.disk import DiskBackend
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, RETRIEVED_CHUNKS_TOTAL
 
 from tests.fixtures.embedded import PATIENT, Embedded, build_engine, embedded_engine, until
@@ -119,27 +114,6 @@ def test_corrupt_in_memory(tmp_path: Path, has_disk: bool) -> None:
         assert cache.misses() == {"corrupt": NUM_CHUNKS - 1}
         cache.check_nothing_held()
         assert retrieve(cache) == (NUM_CHUNKS if has_disk else 1), "the disk's copy is sound"
-
-
-def test_unavailable_then_breaker_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(
-        self: DiskBackend,
-        keys: Sequence[ChunkKey],
-        allocate: Allocate,
-        timeout_s: float | None = None,
-    ) -> list[Result]:
-        raise UnavailableError("away")
-
-    with patient_engine(tmp_path) as cache:
-        store(cache)
-        cache.forget_hot()
-        with monkeypatch.context() as patched:
-            patched.setattr(DiskBackend, "batched_get", fail)
-            assert retrieve(cache) == 0
-            assert cache.misses() == {"unavailable": NUM_CHUNKS}
-            until(lambda: retrieve(cache) or "breaker_open" in cache.misses())
-            assert set(cache.misses()) == {"unavailable", "breaker_open"}
-        until(lambda: retrieve(cache) == NUM_CHUNKS, "the tier is never tried again")
 
 
 @pytest.mark.parametrize("is_opened_first", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -30,13 +29,7 @@ def hot() -> LocalCPUBackend:
 
 
 class Unavailable(ForwardingBackend):
-    """Fails, or hangs."""
-
-    hangs = False
-
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        if self.hangs:
-            await asyncio.Event().wait()
         raise UnavailableError("away")
 
 
