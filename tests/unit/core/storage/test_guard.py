@@ -421,3 +421,13 @@ async def test_answers_from_memory_do_not_excuse_hung_reads() -> None:
             Miss(MissReason.UNAVAILABLE)
         ]
     assert backend.is_bypassed
+
+
+async def test_only_failures_in_a_row_count(breaker: Guard, inner: Moody) -> None:
+    for _ in range(10):
+        inner.error = UnavailableError("gone")
+        for _ in range(OPTIONS.num_failures - 1):
+            await breaker.batched_contains(KEYS)
+        inner.error = None
+        await breaker.batched_contains(KEYS)
+    assert not breaker.is_bypassed
