@@ -8,18 +8,9 @@ from typing import Any
 
 import pytest
 from lmcache_core.documented import radix
-from lmcache_core.token_database import (
-    ChunkedTokenDatabase,
-    MultimodalSpan,
-    RadixTokenDatabase,
-)
+from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, RadixTokenDatabase
 
-from tests.suites.token_database_suite import (
-    CHUNK_SIZE,
-    METADATA,
-    make_config,
-    named,
-)
+from tests.suites.token_database_suite import CHUNK_SIZE, METADATA, make_config, named
 
 CAT = [MultimodalSpan(b"cat", 5, 2)]
 

@@ -14,6 +14,7 @@ from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import DEFAULT_TENANT, ChunkKey
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.telemetry import RETRIEVED_TOKENS_TOTAL, STORED_BYTES_TOTAL, STORED_CHUNKS_TOTAL
+from lmcache_core.token_database import MultimodalSpan
 
 from tests.fixtures.embedded import PATIENT, build_engine, embedded_engine, until
 from tests.fixtures.kv import (
@@ -129,3 +130,21 @@ def test_leaving_the_block_closes_an_engine_and_frees_its_id(arguments) -> None:
         assert second is not first
         first.close()
         assert LMCacheEngineBuilder.get("one") is second, "an engine frees only its own id"
+
+
+def test_equal_placeholders_of_other_images_share_nothing(allocator: HostMemoryAllocator) -> None:
+    """Turn 1 has an image in chunk 1; the same tokens with another image share chunk 0 alone, a
+    new image in turn 2 keeps turn 1.
+    """
+    n = 4 * CHUNK_SIZE
+    tokens, kv = tokens_of(n), random_kv(n)
+    cat, dog = (MultimodalSpan(name, CHUNK_SIZE + 2, 5) for name in (b"cat", b"dog"))
+    with build_engine(allocator) as engine:
+        engine.store(tokens, spans=[cat], kvcaches=kv)
+        assert engine.lookup(tokens, spans=[cat]) == n
+        assert engine.lookup(tokens, spans=[dog]) == engine.lookup(tokens) == CHUNK_SIZE
+        target = empty_kv(n)
+        assert int(engine.retrieve(tokens, spans=[dog], kvcaches=target).sum()) == CHUNK_SIZE
+        assert_equal_prefix(target, kv, CHUNK_SIZE)
+        later = MultimodalSpan(b"bird", 3 * CHUNK_SIZE, 4)
+        assert engine.lookup(tokens, spans=[cat, later]) == 3 * CHUNK_SIZE

@@ -9,13 +9,7 @@ import pytest
 import torch
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory import HostMemoryAllocator
-from lmcache_core.record import (
-    Chunk,
-    RecordHeader,
-    TensorSpec,
-    encode_head,
-    payload_digest,
-)
+from lmcache_core.record import Chunk, RecordHeader, TensorSpec, encode_head, payload_digest
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, RETRIEVED_CHUNKS_TOTAL
 

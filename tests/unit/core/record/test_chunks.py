@@ -11,13 +11,7 @@ from lmcache_core.concurrency import Workers
 from lmcache_core.errors import ConfigError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
-from lmcache_core.record import (
-    UNSEALED_DIGEST,
-    Chunk,
-    HotVerifier,
-    RecordHeader,
-    TensorSpec,
-)
+from lmcache_core.record import UNSEALED_DIGEST, Chunk, HotVerifier, RecordHeader, TensorSpec
 from lmcache_core.record.hot_verifier import SAMPLE_INTERVAL
 
 from tests.suites.chunks import make_chunk, make_key, make_payload

@@ -21,11 +21,7 @@ from lmcache_core.wire import messages as m
 from tests.fixtures.chains import chain_of, keys_by_chunk
 from tests.fixtures.frames import HELLO
 from tests.fixtures.held_clock import HeldClock
-from tests.fixtures.scripted_sidecar import (
-    Answer,
-    ScriptedSidecar,
-    scripted_sidecar,
-)
+from tests.fixtures.scripted_sidecar import Answer, ScriptedSidecar, scripted_sidecar
 from tests.fixtures.waiting import wait_until
 
 CHAINS = [chain_of(range(3))]

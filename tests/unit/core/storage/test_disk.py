@@ -13,14 +13,7 @@ from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.layout import charged_bytes, tenant_directory, tenant_of
 
-from tests.fixtures.disk_tier import (
-    PATIENCE_S,
-    TroubledFiles,
-    file_of,
-    get,
-    opened,
-    put,
-)
+from tests.fixtures.disk_tier import PATIENCE_S, TroubledFiles, file_of, get, opened, put
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import Arena
 from tests.suites.chunks import make_chunk, make_key, make_payload

@@ -18,11 +18,7 @@ from hypothesis import strategies as st
 from lmcache_core.errors import ConfigError, IdentityError
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.token_database import MultimodalSpan, TokenDatabase, chain_hashes, identity_root
-from lmcache_core.token_database.hashing import (
-    extras_of_chunks,
-    tokens_as_bytes,
-    tokens_as_uint32,
-)
+from lmcache_core.token_database.hashing import extras_of_chunks, tokens_as_bytes, tokens_as_uint32
 
 from tests.suites.token_database_suite import CHUNK_SIZE, MAX_TOKEN_ID, METADATA
 

@@ -11,11 +11,7 @@ import torch
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
 from lmcache_core.integrations.vllm.groups import CacheGroup
-from lmcache_core.integrations.vllm.memory import (
-    GroupMemory,
-    attention_backends,
-    memory_of,
-)
+from lmcache_core.integrations.vllm.memory import GroupMemory, attention_backends, memory_of
 
 from tests.fixtures.vllm_engine import FULL, MLA, STATE, Shape
 from tests.fixtures.vllm_engine.memory import RankMemory

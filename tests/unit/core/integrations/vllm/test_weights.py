@@ -4,6 +4,7 @@ changed.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections.abc import Callable
@@ -280,3 +281,19 @@ def test_memory_is_bounded(files: list[Path], cache: Path, monkeypatch: pytest.M
     for count in (1, 2, 3):
         file_digests(files[:count])
     assert len(list(cache.glob("*.json"))) == 2
+
+
+def test_caller_that_must_not_wait_reads_at_once(
+    files: list[Path], reads: Reads, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = file_digests(files)
+    (remembered,) = cache.glob("*.json")
+    remembered.unlink()
+    monkeypatch.setattr(module.time, "sleep", pytest.fail)
+    (lock,) = cache.glob("*.lock")
+    with lock.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # as another process that reads the files
+        assert file_digests(files, lock_wait_s=0.0) == expected
+        assert reads.count == 10
+        assert file_digests(files, lock_wait_s=0.0) == expected
+    assert reads.count == 10, "it is remembered all the same"
