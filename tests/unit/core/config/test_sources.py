@@ -206,3 +206,18 @@ def test_unreadable_variable_shows_no_password():
     with pytest.raises(ConfigError) as caught:
         from_env({"LMCACHE_CHUNK_SIZE": "ftp://user:s3cret@host"})
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "number", "value"),
+    [
+        ("chunk_size", "1_000", 1000),
+        ("chunk_size", "0x1F", 31),
+        ("chunk_size", "0b11", 3),
+        ("max_local_cpu_size", ".5", 0.5),
+        ("max_local_cpu_size", "0.0_5e+1", 0.5),
+        ("max_local_cpu_size", "5.e-1", 0.5),
+    ],
+)
+def test_other_spellings_of_numbers_are_read(from_yaml, option, number, value):
+    assert getattr(from_yaml(f"{option}: {number}\n"), option) == value

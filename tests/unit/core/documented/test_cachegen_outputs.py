@@ -156,3 +156,10 @@ def chunks(**changes: object) -> dict[str, object]:
 def test_an_output_that_no_reader_would_take_is_not_written(output, change) -> None:
     with pytest.raises(SerdeError):
         dataclasses.replace(output, **change).to_bytes()
+
+
+def test_an_output_owns_its_memory() -> None:
+    written = bytearray(GPU.to_bytes())
+    read = CacheGenGPUEncoderOutput.from_bytes(memoryview(written))
+    written[:] = bytes(len(written))
+    assert same(read, GPU)

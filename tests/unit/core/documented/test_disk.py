@@ -241,3 +241,26 @@ async def test_a_record_that_does_not_fit_is_not_inserted(tmp_path):
     assert disk.insert_key(large.key) is False
     await disk.close()
     disk.check_integrity()
+
+
+async def test_tenants_are_apart(disk, arena):
+    kv = make_kv(arena)
+    assert await disk.async_save_bytes_to_disk(make_key("kv", tenant="acme"), kv)
+    kv.ref_count_down()
+    assert not disk.contains(KEY)
+    assert disk.contains(make_key("kv", tenant="acme"))
+
+
+async def test_a_damaged_file_is_a_miss_and_so_is_a_lack_of_memory(disk, arena, tmp_path):
+    kv = make_kv(arena)
+    assert await disk.async_save_bytes_to_disk(KEY, kv)
+    rest = arena.allocate((arena.capacity_bytes - arena.used_bytes,), None)
+    assert disk.load_disk(KEY) == Miss(MissReason.NO_MEMORY)
+    rest.ref_count_down()
+    [path] = tmp_path.rglob("*.kvr")
+    record = bytearray(path.read_bytes())
+    record[-1] ^= 1
+    path.write_bytes(record)
+    assert disk.get_blocking(KEY) is None
+    assert not disk.contains(KEY)
+    kv.ref_count_down()

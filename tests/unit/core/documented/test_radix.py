@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from lmcache_core.documented import radix
 from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, RadixTokenDatabase
 
@@ -90,3 +91,10 @@ def test_another_salt_is_another_tree(database, num_hashed):
         ChunkedTokenDatabase(make_config("tenant-a"), METADATA), range(12)
     )
     assert num_hashed() == 3
+
+
+def test_masked_chunks_become_known(database, num_hashed):
+    named(database, range(12), torch.arange(12) >= 8)
+    assert num_hashed() == 3
+    named(database, range(12))
+    assert num_hashed() == 0

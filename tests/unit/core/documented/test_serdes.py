@@ -257,3 +257,15 @@ def test_a_lazily_negated_tensor_is_encoded_with_its_values() -> None:
     lazily = torch.tensor([1 + 2j]).conj().imag
     assert lazily.is_neg()
     assert FastSerializer().to_bytes(lazily) == FastSerializer().to_bytes(torch.tensor([-2.0]))
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
+def test_failures_pass_through_a_wrapper_and_values_are_not_logged(
+    caplog: pytest.LogCaptureFixture, level: int
+) -> None:
+    caplog.set_level(level, LOGGER)
+    with pytest.raises(SerdeError):
+        DeserializerDebugWrapper(FastDeserializer(None)).from_bytes(b"damaged")
+    with pytest.raises(ValueError, match="complex64"):
+        SerializerDebugWrapper(FastSerializer()).to_bytes(torch.zeros(1, dtype=torch.complex64))
+    assert caplog.messages == []

@@ -191,3 +191,11 @@ def test_an_integration_may_measure_the_rate_unless_it_is_configured(
             cache.engine.note_prefill(1000, 0.5)
             limit_s = limit_of_a_chunk(cache, monkeypatch)
             assert limit_s == pytest.approx(CHUNK_SIZE / rate)
+
+
+def test_the_configured_limit_holds_where_computing_is_slow(tmp_path: Path) -> None:
+    with hanging_engine(tmp_path, NEVER_S, tier_timeout_s=0.1) as cache:
+        store_cold(cache)
+        hanging_tier(cache).hangs = True
+        assert retrieve(cache) == 0
+        assert cache.engine.lookup(TOKENS) == 0

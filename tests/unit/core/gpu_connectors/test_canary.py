@@ -13,6 +13,7 @@ from lmcache_core.gpu_connectors import (
     Order,
     Packing,
     PagedGPUConnector,
+    VLLMPagedMemGPUConnector,
     run_canary,
 )
 from lmcache_core.memory import BytesBufferMemoryObj, HostMemoryAllocator
@@ -199,3 +200,8 @@ def test_the_engine_must_have_what_the_connector_was_made_for(other):
 def test_an_engine_whose_tensors_are_not_what_it_claims_is_refused():
     with pytest.raises(LayoutError, match="the engine has"):
         LogicalMemory(layout_of(), make_kv_caches(layout_of(head_size=7), 3))
+
+
+def test_the_documented_connector_passes():
+    layout = layout_of(packing=Packing.KV_FIRST)
+    canary(VLLMPagedMemGPUConnector(SIDE * 6, 2), layout, make_kv_caches(layout, 3))

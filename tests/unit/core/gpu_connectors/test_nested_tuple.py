@@ -96,3 +96,23 @@ def test_overlapping_memory_is_refused_and_untouched(connector, allocator, last)
     ):
         connector.to_gpu(memory, 0, TOKENS, kvcaches=[*layers[:-1], last(*layers[-1])])
     assert same(snapshot(layers), before)
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_trained"), [(torch.inference_mode, False), (torch.enable_grad, True)]
+)
+def test_tensors_of_any_mode_are_read_and_written(connector, allocator, mode, is_trained):
+    with mode():
+        engine, target = (
+            tuple(
+                tuple(side.clone().requires_grad_(is_trained) for side in layer)
+                for layer in caches(torch.float32, seed)
+            )
+            for seed in (0, 1)
+        )
+    wanted = [side.detach().clone() for layer in engine for side in layer]
+    with allocator.allocate(connector.get_shape(TOKENS), torch.float32) as memory:
+        connector.from_gpu(memory, 0, TOKENS, kvcaches=engine)
+        connector.to_gpu(memory, 0, TOKENS, kvcaches=target)
+    for side, then in zip((side for layer in target for side in layer), wanted, strict=True):
+        assert torch.equal(side.detach().view(torch.uint8), then.view(torch.uint8))

@@ -180,3 +180,23 @@ def test_a_store_starts_after_its_event_and_what_was_launched_before(runtime, co
 def restore(pages, kept):
     for page, before in zip(pages, kept, strict=True):
         page.copy_(before)
+
+
+def test_the_next_chunk_is_gathered_before_the_copy_of_one_is_waited_for(runtime, connector):
+    source = kwargs_of(1)
+    memories, launched = launched_stores(connector, source)
+    assert "wait" not in runtime.log
+    assert in_turn(runtime) == ["gather 1", "copy 1", "gather 2", "copy 2", "gather 1", "copy 1"]
+    poisoned, wanted = contents(memories), expected(PagedGPUConnector(LAYOUT, 3), source)
+    for i, event in enumerate(list(launched.ended)):
+        assert contents(memories)[i] == poisoned[i]
+        event.synchronize()
+        assert contents(memories)[i] == wanted[i]
+
+
+def test_a_copy_alone_has_ended_when_it_returns(runtime, connector):
+    source, target = kwargs_of(1), kwargs_of(50)
+    (memory,) = gathered(connector, source, CHUNKS[0])
+    assert contents([memory]) == expected(PagedGPUConnector(LAYOUT, 3), source)[:1]
+    connector.to_gpu(memory, *CHUNKS[0], **target)
+    check_equal(source, target, range(4, 7))

@@ -52,3 +52,13 @@ def test_a_refused_piece_undoes_the_others_and_leaves_no_error_pending(
     assert f"error={OUT_OF_MEMORY}" in caplog.text
     del owner
     gc.collect()
+
+
+def test_large_pieces_end_where_copies_are_split(runtime: Runtime) -> None:
+    runtime.max_bytes = 5 * PIECE // 2
+    arena, owner = torch.zeros(9 * PIECE, dtype=torch.uint8), Owner()
+    assert module.pin(arena, owner, piece_bytes=runtime.max_bytes)
+    assert len(runtime.registered) <= 6
+    assert not any(begin % PIECE for begin in sorted(runtime.registered)[1:])
+    del owner
+    gc.collect()

@@ -216,3 +216,16 @@ async def test_close_while_the_broker_is_away_is_quiet() -> None:
     broker.away = True
     await registration.close()
     await PeerRegistration(broker, PEER).close()
+
+
+async def test_drain_outlives_an_answer_that_does_not_name_it() -> None:
+    """It may answer an earlier renewal."""
+    broker = FakeBroker()
+    broker.heeds_wishes = False
+    registration = await opened(broker)
+    await until(lambda: registration.registered)
+    registration.drain()
+    await asyncio.sleep(60.0)
+    assert registration.draining
+    assert broker.known == {"a": True}
+    await registration.close()

@@ -5,13 +5,21 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from lmcache_core.concurrency import Workers
 from lmcache_core.errors import ConfigError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
-from lmcache_core.record import UNSEALED_DIGEST, Chunk, HotVerifier, RecordHeader, TensorSpec
+from lmcache_core.record import (
+    UNSEALED_DIGEST,
+    Chunk,
+    HotVerifier,
+    RecordHeader,
+    TensorSpec,
+    payload_digest,
+)
 from lmcache_core.record.hot_verifier import SAMPLE_INTERVAL
 
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -193,3 +201,29 @@ def test_threads_that_seal_together_compute_one_digest() -> None:
         thread.join()
     assert heads == [make_chunk("a").head] * NUM_THREADS
     assert memory.num_reads == 1
+
+
+class Overtaken(Chunk):
+    """Sealed, as by another thread, right after one of its two halves was read."""
+
+    __slots__ = ("is_armed",)
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name in ("_head", "_header") and self.is_armed:
+            self.is_armed = False
+            self.sealed()
+        return value
+
+
+def test_a_chunk_sealed_while_it_is_moved_is_consistent() -> None:
+    chunk = Overtaken.__new__(Overtaken)
+    chunk.is_armed = False
+    key = make_key("a")
+    chunk.__init__(
+        key, header_of(key, 1000), None, BytesBufferMemoryObj(make_payload("a")), "memory"
+    )  # type: ignore[misc]
+    chunk.is_armed = True
+    moved = chunk.moved(chunk.memory, "Other")
+    assert moved.header.digest == payload_digest(make_payload("a"))
+    assert moved.head == make_chunk("a").head

@@ -193,3 +193,9 @@ def test_keys_rotate_without_a_restart(
 def test_verifier_needs_an_instance_id() -> None:
     with pytest.raises(ValueError):
         TicketVerifier(KEYS, "not an id")
+
+
+def test_another_key_under_the_same_id_is_refused() -> None:
+    swapped = TicketVerifier({"k1": KEYS["k2"]}, "peer-a", clock_at(NOW))
+    with pytest.raises(AuthenticationError, match="code"):
+        swapped.verify(make("k1"))

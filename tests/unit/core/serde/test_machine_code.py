@@ -390,3 +390,12 @@ def test_code_divides_as_ieee_754_says_and_releases_the_gil(path: Path) -> None:
     assert loop.targetoptions["nogil"] is True
     assert loop.targetoptions["fastmath"] is False
     assert loop.targetoptions["error_model"] == "numpy"
+
+
+def test_code_of_another_source_is_not_used(path: Path) -> None:
+    load(path)
+    # Of another length: Python takes the bytecode of a source of the same second and length.
+    path.write_text(SOURCE.replace("+= amount", "-= 1 * amount"))
+    loop = load(path)
+    assert hits_and_misses(loop) == (0, 1)
+    assert added(loop, 1) == [-1, 0, 1]

@@ -101,3 +101,11 @@ def test_good_answer_is_believed(tmp_path: Path) -> None:
         assert store.stage("t", CHAINS, is_prefix=False, recompute_s=0.5) == Staged(True, tiers)
         runs = tuple(enumerate(chain.hashes for chain in CHAINS))
         assert sidecar.requests[-1] == m.Stage("t", runs, False, int(TIMEOUT_S * 1000), 500_000)
+
+
+def test_silence_after_unstage_is_not_waited_for(tmp_path: Path) -> None:
+    with store_at(tmp_path, b"") as (store, sidecar):
+        store.unstage(["t"] * (m.MAX_NAMES + 1))
+        store.unstage(["t"])
+        wait_until(lambda: len(sidecar.requests) == 4)
+        assert sidecar.num_ended == 0, "an answer was awaited for its whole deadline"

@@ -13,7 +13,7 @@ import pytest
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar import connection as connection_module
-from lmcache_core.sidecar.connection import MAX_UNANSWERED, QUICK_S, SidecarConnection
+from lmcache_core.sidecar.connection import MAX_UNANSWERED, QUICK_S, Question, SidecarConnection
 from lmcache_core.sidecar.store import CALL_MARGIN_S
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
@@ -274,3 +274,48 @@ def test_answer_may_come_in_pieces(tmp_path: Path) -> None:
         sidecar.script = script
         wait_until(is_whole)
         assert asked(sidecar) == ["HELLO", "STAGE"]
+
+
+def test_answer_is_timed_when_it_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: HeldClock
+) -> None:
+    """Another thread may read it along with its own; the probing thread looks later."""
+    with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
+        sidecar.script = script = Held(sidecar)
+        script.go.set()
+        with connected(sidecar) as connection:
+            await_answer = connection.await_answer
+
+            def noticed_late(question: Question[m.Pong], timeout_s: float) -> m.Pong | None:
+                answer = await_answer(question, timeout_s)
+                clock.now_s += 1.0
+                return answer
+
+            monkeypatch.setattr(connection, "await_answer", noticed_late)
+            assert connection.probe() == 0.0
+
+
+def test_connection_is_measured_when_it_is_made(tmp_path: Path, clock: HeldClock) -> None:
+    """Also by a client that has nothing to describe; and a probe finds the connection."""
+    may_answer = threading.Event()
+    with scripted_sidecar(tmp_path, lambda request: None, QUICK_S) as sidecar:
+
+        def script(request: m.Message) -> Answer:
+            if isinstance(request, m.Hello):
+                clock.now_s += 0.1
+                return sidecar.welcome()
+            may_answer.wait(PATIENCE_S)
+            return m.Pong()
+
+        sidecar.script = script
+        store = SidecarChunkStore(sidecar.path, HELLO, PATIENCE_S, Counters())
+        store.open(lambda salt: None)
+        try:
+            wait_until(lambda: m.Ping() in sidecar.requests)
+            assert not store.is_worth(0.0)
+            assert store.is_worth(MUCH_S)
+            may_answer.set()
+            wait_until(lambda: store.is_worth(0.0))
+        finally:
+            may_answer.set()
+            store.close()

@@ -24,7 +24,7 @@ from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.codecs import create_codecs
 from lmcache_core.storage.encoded import EncodedBackend
 from lmcache_core.storage.eviction import create_policy
-from lmcache_core.storage.hot import KEPT_SHARE, LocalCPUBackend
+from lmcache_core.storage.hot import ENVELOPE_SHARE, KEPT_SHARE, MIN_ENVELOPE_BYTES, LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
 
 from tests.fixtures.stating_tier import Stating
@@ -180,4 +180,15 @@ async def test_honest_record_that_decodes_to_more_than_the_reader_can_use_evicts
     [result] = await asked(hot, tier, 1, STATED_BYTES)
     assert isinstance(result, Chunk)
     assert bytes(result.memory.byte_array) == raw
+    result.release()
+
+
+async def test_larger_chunk_than_the_reader_can_use_is_a_miss_even_if_there_is_room() -> None:
+    hot = full(num_chunks=1)
+    size = CHUNK_BYTES + CHUNK_BYTES // ENVELOPE_SHARE + MIN_ENVELOPE_BYTES + 1
+    assert await asked(hot, Stating(size, bytes(size)), most_bytes=CHUNK_BYTES) == [
+        Miss(MissReason.NO_MEMORY)
+    ]
+    [result] = await asked(hot, Stating(size, bytes(size)))
+    assert isinstance(result, Chunk)
     result.release()

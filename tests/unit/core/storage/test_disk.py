@@ -186,3 +186,9 @@ async def test_chunk_of_a_tenant_that_cannot_have_a_directory_is_refused(disk):
 def test_capacity_must_be_positive(tmp_path):
     with pytest.raises(ConfigError, match="must be positive"):
         DiskBackend(tmp_path, 0)
+
+
+async def test_chunk_above_the_capacity_is_refused_and_evicts_nothing(disk):
+    await put(disk, 0)
+    assert await disk.batched_put([make_chunk("large", payload=bytes(CAPACITY_BYTES))]) == [False]
+    assert await get(disk, 0) == [make_payload(0)]

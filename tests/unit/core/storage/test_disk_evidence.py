@@ -329,3 +329,19 @@ async def test_directory_that_may_not_be_written_is_reported_as_such(
     monkeypatch.setattr(lock_module, "os", Refusing())
     with pytest.raises(UnavailableError, match=os.strerror(code)):
         await opened(tmp_path)
+
+
+async def test_file_that_was_read_as_no_record_makes_room_first_and_is_replaced(
+    tmp_path: Path, files: LyingFiles
+) -> None:
+    await fill(tmp_path, *range(4))
+    disk = await opened(tmp_path, 4 * BLOCK_BYTES, files=files)
+    files.lie = LIES["zeros"]
+    assert await get(disk, 1, 2) == [MissReason.CORRUPT] * 2
+    files.lie = None
+    await put(disk, 1)
+    assert await get(disk, 0, 1, 3) == [make_payload(name) for name in (0, 1, 3)]
+    await put(disk, "new")
+    assert await get(disk, 0, 1, 3, "new") == [make_payload(name) for name in (0, 1, 3, "new")]
+    disk.check_integrity()
+    await disk.close()

@@ -129,3 +129,16 @@ def test_pauses_double_up_to_a_bound_and_late_failures_do_not_count():
     backoff.succeeded()
     assert backoff.allows()
     assert backoff.allows()
+
+
+@pytest.mark.parametrize("how", ["remove", "clear tenant"])
+async def test_file_that_stayed_goes_when_its_chunk_is_removed_again(disk, files, tmp_path, how):
+    assert await disk.batched_put([make_chunk("a")]) == [True]
+    files.failing = {"unlink": errno.EIO}
+    assert await disk.batched_remove([make_key("a")]) == 1
+    files.failing.clear()
+    if how == "remove":
+        assert await disk.batched_remove([make_key("a")]) == 1
+    else:
+        assert await disk.clear("default") == 1
+    assert list(tmp_path.rglob("*.kvr")) == []

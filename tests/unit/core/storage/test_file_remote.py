@@ -405,3 +405,16 @@ async def test_root_may_be_a_link_to_a_directory_but_not_a_file(tmp_path):
             await call
     await linked.close()
     await wrong.close()
+
+
+async def test_put_over_a_file_that_reads_wrong_once_does_not_remove_it(tier, tmp_path):
+    class Full(WrongOnce):
+        def create(self, path):
+            raise OSError(errno.ENOSPC, "full")
+
+    await tier.batched_put([make_chunk("a")])
+    make_old(record_of(tmp_path))
+    unsound = await opened(tmp_path, Full(30))
+    assert await unsound.batched_put([make_chunk("a")]) == [False]
+    await unsound.close()
+    assert await get(tier, "a") == [make_payload("a")]

@@ -120,3 +120,11 @@ def test_allocation_above_the_capacity_evicts_nothing(hot, removed):
 def test_unbounded_allocator_is_refused():
     with pytest.raises(TypeError, match="bounded"):
         LocalCPUBackend(mock.Mock(spec=MemoryAllocatorInterface), create_policy())
+
+
+async def test_close_empties_the_arena_without_reporting(hot, removed):
+    put(hot, "a")
+    await hot.close()
+    await hot.close()
+    assert hot.stats()["arena_used_bytes"] == 0
+    assert removed == []

@@ -14,7 +14,7 @@ from lmcache_core.storage.hot import MAX_EXPIRED_PER_CALL, LocalCPUBackend
 
 from tests.fixtures.disk_tier import Clock
 from tests.suites.backend_suite import payload_of
-from tests.suites.chunks import make_chunk, make_key
+from tests.suites.chunks import make_chunk, make_key, make_payload
 
 SLOT_BYTES = 1024
 NUM_SLOTS = 32
@@ -251,3 +251,15 @@ def test_stored_chunk_no_longer_counts_as_incoming(hot):
     memory = receive(hot, "small")
     assert memory is not None
     memory.ref_count_down()
+
+
+def test_head_of_a_batch_that_exceeds_the_quota_is_kept(hot):
+    chunks = [make_chunk(i, tenant="mine") for i in range(QUOTA_SLOTS + 2)]
+    assert hot.put_many(chunks) == [True] * QUOTA_SLOTS + [False] * 2
+
+
+def test_lossless_chunk_that_replaces_a_lossy_one_needs_no_extra_room(hot, removed):
+    keys = put(hot, *range(QUOTA_SLOTS), tenant="mine", lossy=True)
+    put(hot, 0, tenant="mine", payload=make_payload("better"))
+    assert removed == []
+    assert get(hot, keys[0]) == make_payload("better")

@@ -176,3 +176,16 @@ async def test_second_cancellation_does_not_leak_the_connection():
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+
+
+async def test_client_library_can_use_the_connection_after_an_exchange():
+    """Its own commands work, and it learns that the connection has ended."""
+    async with ScriptedRedis([make_record(1), ScriptedRedis.LOST, b"value"]) as server:
+        backend = RedisBackend(server.client, 5.0)
+        [result] = await backend.batched_get([make_key(1)], Arena())
+        assert isinstance(result, Chunk)
+        assert await server.client.unlink("k") == 0
+        assert "closed" not in server.history
+        with pytest.raises(LostConnectionError):
+            await server.client.get("k")
+        assert await server.client.get("k") == b"value"

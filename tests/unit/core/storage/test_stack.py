@@ -404,3 +404,34 @@ async def test_slower_tiers_share_the_memory_of_waiting_writes(
     await put(stack, *[f"n{i}" for i in range(600)])
     assert 0 < stack.num_pending_bytes <= ARENA_BYTES // 2
     await stack.close()
+
+
+async def test_chunks_of_a_long_store_evicted_before_their_write_are_counted(
+    stack: TierStack, disk: Disk
+) -> None:
+    names = [f"n{i}" for i in range(600)]
+    disk.may_answer.clear()
+    assert all(await put(stack, *names))
+    stack.hot.clear_now()
+    disk.may_answer.set()
+    assert await stack.drain(60.0)
+    kept = await disk.batched_contains([make_key(name) for name in names])
+    num_kept = sum(kept)
+    assert 0 < num_kept < len(names)
+    assert kept == [True] * num_kept + [False] * (len(names) - num_kept), "a prefix"
+    assert stack.stats()["disk"]["dropped_writes"] == len(names) - num_kept
+
+
+async def test_without_a_hot_tier_the_prefix_of_a_long_store_is_kept(
+    arena: ArenaAllocator, disk: Disk
+) -> None:
+    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
+    await stack.open()
+    sizes = [CHUNK_BYTES] * 400 + [100_000] * 3 + [CHUNK_BYTES] * 3
+    chunks = [make_chunk(i, payload=make_payload(i, size)) for i, size in enumerate(sizes)]
+    await stack.batched_put(chunks)
+    assert await stack.drain(60.0)
+    kept = await disk.batched_contains([chunk.key for chunk in chunks])
+    assert kept == sorted(kept, reverse=True), "nothing after the first that found no room"
+    assert not kept[-1]
+    await stack.close()

@@ -388,3 +388,17 @@ async def test_code_of_a_chunk_is_that_of_its_slowest_tier(name: str, code: int)
         shelf.held.update(names_of(keys_of_rank(chain, 1)))
         w.stage("t", chain)
         assert (await w.settled("t")).tiers == (bytes([code, code]),)
+
+
+async def test_chunks_lifted_for_a_ticket_that_is_gone_stay_hot_and_are_not_held() -> None:
+    shelf = Gated()
+    chain = chain_of(range(3))
+    names = names_of(keys_of_rank(chain, 0))
+    shelf.held.update(names)
+    async with world(shelf) as w:
+        w.stage("t", chain)
+        await until(shelf.began.is_set)
+        w.staging.run(w.staging.unstage(["t"]))
+        shelf.may_continue.set()
+        await until(lambda: all(w.stack.hot.contains_many(names)))
+        assert w.room.used_bytes == 0

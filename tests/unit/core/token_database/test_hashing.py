@@ -17,10 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lmcache_core.errors import ConfigError, IdentityError
 from lmcache_core.keys import CacheEngineKey
-from lmcache_core.token_database import MultimodalSpan, TokenDatabase, chain_hashes, identity_root
+from lmcache_core.token_database import (
+    ChunkedTokenDatabase,
+    MultimodalSpan,
+    TokenDatabase,
+    chain_hashes,
+    identity_root,
+)
 from lmcache_core.token_database.hashing import extras_of_chunks, tokens_as_bytes, tokens_as_uint32
 
-from tests.suites.token_database_suite import CHUNK_SIZE, MAX_TOKEN_ID, METADATA
+from tests.suites.token_database_suite import CHUNK_SIZE, MAX_TOKEN_ID, METADATA, make_config, named
 
 tokens_lists = st.lists(st.integers(0, MAX_TOKEN_ID), max_size=40)
 span_lists = st.lists(
@@ -149,3 +155,11 @@ def test_token_ids_out_of_range_are_refused(tokens, said):
     for convert in (tokens_as_bytes, tokens_as_uint32):
         with pytest.raises(ValueError, match=said):
             convert(tokens)
+
+
+def test_a_salt_does_not_change_what_is_being_taken():
+    database = ChunkedTokenDatabase(make_config(), METADATA)
+    want = named(database, range(40))
+    taken = database.process_tokens(torch.arange(40))
+    database.use_salt("tenant-a")
+    assert list(taken) == want

@@ -180,3 +180,19 @@ def test_nothing_is_stored_once_the_files_of_an_adapter_have_changed(tmp_path: P
     assert stored.runs[0].num_chunks == 2
     make_adapter(tmp_path, "two epochs")
     assert side.plan_stores(output_of(again=[("r", (list(range(5, 9)),), 16, 16)]), ()) == ()
+
+
+def test_adapter_that_is_downloaded_later_is_named(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert adapters.name_of(Adapter("a", "org/adapter")) is None
+    assert adapters.name_of(on_hub(monkeypatch, tmp_path, "org/adapter", "one")) is not None
+
+
+def test_adapter_in_the_users_folder_is_named(
+    adapters: Adapters, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    here = Adapter("a", str(make_adapter(tmp_path, "one")), 2)
+    assert adapters.name_of(Adapter("a", "~/adapter")) == adapters.name_of(here) is not None

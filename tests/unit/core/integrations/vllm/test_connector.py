@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport
+from lmcache_core.integrations.vllm.worker import RefusingWorker
 from lmcache_core.wire import messages as m
 
 from tests.fixtures.scripted_sidecar import ScriptedSidecar, scripted_sidecar
@@ -366,3 +367,11 @@ def test_step_without_metadata_stores_nothing(module: ModuleType, model: Path) -
     worker.register_kv_caches(RankMemory(PLAIN).by_name)
     worker.wait_for_save()
     worker.shutdown()
+
+
+def test_refusing_worker_names_bad_blocks_once() -> None:
+    worker = RefusingWorker(reports_blocks=True)
+    worker.begin_loads(StepPlan((Load("r", 0, 8, (ChunkRun(0, 0, bytes(32), (0, 6)),), True),)))
+    assert worker.take_received() == ({"r"}, {"r"})
+    assert worker.take_bad_blocks() == {6}
+    assert worker.take_bad_blocks() == set()

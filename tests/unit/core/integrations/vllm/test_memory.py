@@ -11,7 +11,12 @@ import torch
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
 from lmcache_core.integrations.vllm.groups import CacheGroup
-from lmcache_core.integrations.vllm.memory import GroupMemory, attention_backends, memory_of
+from lmcache_core.integrations.vllm.memory import (
+    BlockMemory,
+    GroupMemory,
+    attention_backends,
+    memory_of,
+)
 
 from tests.fixtures.vllm_engine import FULL, MLA, STATE, Shape
 from tests.fixtures.vllm_engine.memory import RankMemory
@@ -181,3 +186,17 @@ def test_order_of_axes_counts_for_chunks_of_blocks_and_not_of_tokens() -> None:
 
     assert num_layouts("blocks", HND, NHD) == 2
     assert num_layouts("tokens", HND, NHD, BLOCK_FIRST, KV_FIRST) == 1
+
+
+def test_check_reads_and_writes_vllms_own_blocks() -> None:
+    tensors = registered(PACKED)
+    engine = memory_in("blocks", tensors).engine
+    assert isinstance(engine, BlockMemory)
+    assert engine.num_slots(0) == (NUM_BLOCKS, 1)
+    block = torch.arange(BLOCK_BYTES, dtype=torch.uint8).view(1, 1, -1)
+    engine.write(0, 1, 7, block)
+    assert torch.equal(engine.read(0, 1, 7), block)
+    first, second = tensors.values()
+    assert torch.equal(second[7].reshape(-1).view(torch.uint8), block.view(-1))
+    addresses = [view.data_ptr() for view in engine.block_memory(0, 7)]
+    assert addresses == [first[7].data_ptr(), second[7].data_ptr()]

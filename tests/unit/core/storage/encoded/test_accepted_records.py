@@ -179,3 +179,19 @@ async def test_cleared_tier_forgets_unusable_records(
     assert await got(tier, arena, "a") == [MissReason.ENCODING]
     await tier.clear()
     assert await tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
+
+
+async def test_lossless_record_replaces_an_unusable_lossy_one(
+    tier: EncodedBackend, hot: LocalCPUBackend, lossy: ZlibCodec, arena: Arena
+) -> None:
+    keys = [make_key("a"), make_key("other")]
+    await hot.batched_put(
+        [encoded_by(lossy, make_chunk(name, payload=DATA)) for name in ("a", "other")]
+    )
+    assert await tier.batched_contains(keys) == [True, True], "not read yet"
+    assert await got(tier, arena, "a") == [MissReason.ENCODING]
+    assert await tier.batched_contains(keys) == [False, True]
+    assert await tier.batched_put([make_chunk("a", payload=DATA)]) == [True]
+    assert await tier.batched_contains(keys) == [True, True]
+    assert await got(tier, arena, "a", "other") == [DATA, MissReason.ENCODING]
+    assert not inside(hot, "a").lossy

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from lmcache_core.concurrency import LoopThread
 from lmcache_core.errors import ConfigError, UnavailableError
+from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage import codecs as codecs_module
 from lmcache_core.storage.codecs import MAX_CODEC_THREADS, Codecs
 from lmcache_core.storage.disk.pool import ChunkJob
 from lmcache_core.storage.encoded import EncodedBackend
+from lmcache_core.storage.eviction import create_policy
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of, encoded_by
 from tests.fixtures.encoded_tier import DATA, got, opened
@@ -180,4 +182,15 @@ async def test_codec_named_by_an_option_must_open(
     broken = ZlibCodec("broken", missing="numba")
     with pytest.raises(ConfigError, match=r"serde='broken'.*'numba'"):
         await EncodedBackend(hot, codecs_of(lossless, broken), "flate").open()
+    assert lossless.num_open == 0
+
+
+async def test_tier_that_does_not_open_leaves_no_codec_open(lossless: ZlibCodec) -> None:
+    class Unavailable(LocalCPUBackend):
+        async def open(self) -> None:
+            raise UnavailableError("away")
+
+    inner = Unavailable(ArenaAllocator.anonymous(1 << 20), create_policy())
+    with pytest.raises(UnavailableError):
+        await EncodedBackend(inner, codecs_of(lossless), "flate").open()
     assert lossless.num_open == 0

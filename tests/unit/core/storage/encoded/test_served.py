@@ -210,3 +210,12 @@ async def test_miss_reason_of_a_later_version_is_unavailable(
     monkeypatch.setattr(store, "get", get)
     async with client_of(store, EVERYTHING) as client:
         assert await kinds(client, arena, ["raw"]) == ["unavailable"]
+
+
+async def test_prefix_read_ends_at_a_chunk_that_the_client_does_not_accept(
+    door: EncodingStore, arena: Arena
+) -> None:
+    async with client_of(door, ONLY_LOSSLESS) as client:
+        results = await client.get([make_key(name) for name in NAMES[1:]], arena, prefix_only=True)
+        assert [_kind(result) for result in results][:2] == ["flate", REFUSED]
+        content(results[0])
