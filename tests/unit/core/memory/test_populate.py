@@ -12,7 +12,12 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.memory import populate as module
-from lmcache_core.memory.populate import BackgroundPopulation, allocate, memory_nodes, populate
+from lmcache_core.memory.populate import (
+    BackgroundPopulation,
+    allocate,
+    memory_nodes,
+    populate,
+)
 
 MB = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -152,3 +157,13 @@ def test_one_node_needs_no_threads(two_sockets, monkeypatch, tmp_path):
     assert two_sockets == {}
     monkeypatch.setattr(module, "NODES", tmp_path / "nowhere")
     assert memory_nodes() == []
+
+
+def test_an_arena_is_made_where_threads_may_not_be_bound(two_sockets, monkeypatch, tmp_path):
+    def denied(who, to):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", denied)
+    with (tmp_path / "arena").open("wb") as file:
+        allocate(file.fileno(), 3 * MB)
+    assert (tmp_path / "arena").stat().st_size == 3 * MB
