@@ -33,7 +33,7 @@ AWAY_S = 0.05
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The connector, which comes back to a sidecar at once: it is to hear nonsense, not to wait."""
+    """The connector, which comes back to a sidecar at once: it is to read nonsense, not to wait."""
     for name in ("FIRST_WAIT_S", "MAX_WAIT_S", "MAX_WAIT_AFTER_SLOW_S"):
         monkeypatch.setattr(link, name, AWAY_S / 5)
     with imported_connector() as imported:
@@ -85,12 +85,12 @@ def use_meddled(engine: Engine, first_new: int) -> None:
         assert [request.status for request in requests] == [Status.FINISHED_STOPPED] * 2
         engine.forget()
         time.sleep(AWAY_S)
-    for connector in (engine.connector, *(worker.connector for worker in engine.workers)):
-        assert connector._counters.value(FAILED_CALLS_TOTAL) == 0
+    assert engine.scheduler.counted[FAILED_CALLS_TOTAL] == 0
+    assert all(worker.counted(FAILED_CALLS_TOTAL) == 0 for worker in engine.workers)
 
 
 def finds_its_sidecar_again(engine: Engine) -> None:
-    """Nothing that was said before keeps it away."""
+    """Nothing that it has read keeps it away."""
     deadline = time.monotonic() + BOUND_S
     while engine.tally(engine.ask(prompt(8, 43))).num_external != 40:
         assert time.monotonic() < deadline, "the engine does not find its sidecar again"

@@ -1,4 +1,4 @@
-"""The engine processes, seen from who runs them."""
+"""The engine processes, as the run sees them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.chaos.cluster.worker import BOUND_S, REPORT_S
 from tests.fixtures.processes import Processes
 
 SILENCE_S = 3 * BOUND_S + REPORT_S + 3.0
-"""Three calls that each end just in time, and a report: who is silent for longer hangs."""
+"""Three calls that each end just in time, and a report: one that is silent for longer hangs."""
 START_TIMEOUT_S = 60.0
 
 
@@ -43,7 +43,7 @@ class EngineProcess:
 
     Attributes:
         windows: In order of time.
-        faults: What must not happen, as it told it.
+        faults: What must not happen, as it reported it.
         totals: Of its counts.
         misses: Missed chunks by reason.
         longest_s: Its longest call.
@@ -75,7 +75,7 @@ class EngineProcess:
                 self.answers.append(line)
 
     def tell(self, do: str, timeout_s: float = START_TIMEOUT_S, **more: object) -> dict[str, Any]:
-        """Let it do something, and wait for its answer.
+        """Send it a command, and wait for its answer.
 
         Raises:
             DemoError: No answer within `timeout_s`.
@@ -107,10 +107,10 @@ class EngineProcess:
 
 
 class Engines:
-    """One beside each sidecar.
+    """One at each sidecar.
 
     Args:
-        processes: Who owns them.
+        processes: Owns them.
         sockets: Of the sidecars.
         seed: Of the workload.
     """
@@ -132,7 +132,7 @@ class Engines:
             self._threads[-1].start()
 
     def tell_all(self, do: str) -> None:
-        """The same to each, one after the other."""
+        """Tell each the same, one after the other."""
         for engine in self.all:
             engine.tell(do)
 
@@ -158,7 +158,7 @@ class Engines:
         return sum(window.hit for window in windows) / wanted if wanted else None
 
     def close(self) -> None:
-        """End them, and hear what they say last."""
+        """End them, and read their last reports."""
         for engine in self.all:
             stdin = engine.process.process.stdin
             assert stdin is not None

@@ -28,7 +28,7 @@ class Usage:
 
 
 def usages(cluster: Cluster) -> dict[str, Usage]:
-    """Of every service. Shared memory does not count: arenas are files of a fixed size."""
+    """Return those of every service, without shared memory: arenas are files of a fixed size."""
     found = {}
     for name in SERVICES:
         directory = Path(f"/proc/{cluster.running[name].process.pid}")
@@ -42,7 +42,7 @@ def usages(cluster: Cluster) -> dict[str, Usage]:
 
 
 def grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
-    """Who holds more than it may."""
+    """Return which services hold more than they may."""
     wrong = []
     for name, now in after.items():
         then = before[name]
@@ -56,7 +56,7 @@ def grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
 
 
 def untidy(cluster: Cluster) -> list[str]:
-    """What is lent, or unaccounted for, while nobody works."""
+    """Return what is lent, or unaccounted for, while no engine works."""
     wrong = []
     for name in SIDECARS:
         status, tiers = cluster.get(name, "/v1/status"), cluster.get(name, "/v1/tiers")
@@ -78,7 +78,7 @@ def untidy(cluster: Cluster) -> list[str]:
                 f"{hot['arena_used_bytes']}, its chunks are {hot['used_bytes']}"
             )
         if lent:
-            wrong.append(f"{name} still holds for nobody: {lent}")
+            wrong.append(f"{name} still holds for no client: {lent}")
     for name in BROKERS:
         pulls = re.search(
             r"^lmcache_broker_pulls_in_flight(?:\{.*\})? (\S+)",
@@ -91,7 +91,7 @@ def untidy(cluster: Cluster) -> list[str]:
 
 
 def until_tidy(cluster: Cluster) -> list[str]:
-    """Wait until nothing is, for `SETTLE_TIMEOUT_S` at most; what still is then."""
+    """Wait until nothing is lent, for `SETTLE_TIMEOUT_S` at most; return what still is then."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while (wrong := untidy(cluster)) and time.monotonic() < deadline:
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""One engine process beside a sidecar: requests that share prefixes, each answer compared with what
+"""One engine process at a sidecar: requests that share prefixes, each answer compared with what
 its tokens must give.
 
 It reads commands from standard input and writes what happened to standard output, both as JSON
@@ -88,7 +88,7 @@ class Pages:
         return (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:num_tokens]
 
     def poison(self) -> None:
-        """So that a token that nobody wrote shows."""
+        """Fill them so that a token that was never written shows."""
         for layer in self.layers:
             layer.fill_(float("nan"))
 
