@@ -29,7 +29,6 @@ LONG = (
     "contract/rest/test_openapi_documents.py",
     "fuzz",
     "helm",
-    "integration/cluster/test_suite.py",
     "integration/ctl/test_documented.py",
     "integration/demo",
     "integration/storage/test_scaling.py",

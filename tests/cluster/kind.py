@@ -156,9 +156,10 @@ def show_hit() -> None:
     seed = random.randrange(1 << 30)
     answers = []
     for pod in pods:
+        if answers:
+            time.sleep(ANNOUNCED_S)
         ask(pod, seed + 1, 64)  # so that no first request is timed
         answers.append(ask(pod, seed, NUM_TOKENS))
-        time.sleep(ANNOUNCED_S)
     print(f"\n{'pod':<44}{'ms':>8}  tokens from the cache")
     for pod, answer in zip(pods, answers, strict=True):
         print(f"{pod:<44}{answer.took_ms:>8.0f}  {answer.num_cached} of {answer.num_prompt}")

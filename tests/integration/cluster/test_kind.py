@@ -70,31 +70,6 @@ def kind_command(tmp_path: Path) -> Kind:
     return call
 
 
-def test_up_builds_loads_installs_and_shows_a_hit(kind_command: Kind) -> None:
-    code, output, errors, calls = kind_command("up")
-    assert code == 0, errors
-    order = [
-        "kind create cluster --name lmcache",
-        "docker buildx bake --load cluster-test",
-        "kind load docker-image --name lmcache localhost/lmcache-storage:kind",
-        "kubectl --context kind-lmcache --namespace lmcache create namespace lmcache",
-        f"helm upgrade --install cache helm/lmcache --values {VALUES}",
-        "kubectl --context kind-lmcache --namespace lmcache scale",
-        "kubectl --context kind-lmcache --namespace lmcache rollout status",
-        "kubectl --context kind-lmcache --namespace lmcache exec model-a",
-        "kubectl --context kind-lmcache --namespace lmcache exec model-b",
-    ]
-    places = [next(i for i, call in enumerate(calls) if call.startswith(one)) for one in order]
-    assert places == sorted(places)
-    assert not [call for call in calls if "rollout restart" in call]
-    shown = [line.split() for line in output.splitlines() if line.startswith("model-")]
-    assert shown == [
-        ["model-a", "2431", "0", "of", "4000"],
-        ["model-b", "87", "3840", "of", "4000"],
-    ]
-    assert "port-forward service/cache-lmcache-broker 8082\n  make kind-down\n" in output
-
-
 @pytest.mark.parametrize(
     ("answers", "sentence"),
     [
@@ -143,9 +118,3 @@ def test_the_page_says_what_it_needs_and_does() -> None:
     shown = [line.split() for line in kind.NEXT.splitlines() if "kubectl" in line]
     for words in shown:
         assert " ".join(word for word in words if word not in ("--context", kind.CONTEXT)) in page
-
-
-def test_down_deletes_the_cluster(kind_command: Kind) -> None:
-    code, _, errors, calls = kind_command("down")
-    assert code == 0, errors
-    assert calls[-1] == "kind delete cluster --name lmcache"
