@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from lmcache_core.concurrency import LoopThread
 
 from tests.fixtures.closing_child import PROMPTS
 from tests.fixtures.embedded import embedded_engine
+from tests.fixtures.forked_children import PATIENCE_S, WarmParent, warm_parent
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import kv_of
 from tests.fixtures.wire import MemoryStore, serving
@@ -33,7 +32,6 @@ WAYS = (
     "not_at_all",
 )
 NUM_CHUNKS = sum(len(tokens) // CHUNK_SIZE for tokens in PROMPTS)
-PATIENCE_S = 120.0
 
 
 @contextlib.contextmanager
@@ -50,23 +48,18 @@ def storage_server() -> Iterator[tuple[MemoryStore, str]]:
         loop.close()
 
 
-def closed_in_child(way: str, directory: str, remote_url: str) -> None:
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.fixtures.closing_child", way, directory, remote_url],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
-    assert child.stderr == ""
+@pytest.fixture(scope="module")
+def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
+    directory = tmp_path_factory.mktemp("children")
+    with warm_parent("tests.fixtures.closing_child", directory) as parent:
+        yield parent
 
 
 @pytest.mark.timeout(3 * PATIENCE_S)
 @pytest.mark.parametrize("way", WAYS)
-def test_no_acknowledged_write_is_lost(way: str, tmp_path: Path) -> None:
+def test_no_acknowledged_write_is_lost(way: str, children: WarmParent, tmp_path: Path) -> None:
     with storage_server() as (store, url):
-        closed_in_child(way, str(tmp_path), url)
+        children.run(way, str(tmp_path), url)
         assert len(store.chunks) >= NUM_CHUNKS
     with embedded_engine(tmp_path, tier_timeout_s=60.0, prefill_tokens_per_s=0.001) as cache:
         for tokens in PROMPTS:
@@ -77,5 +70,5 @@ def test_no_acknowledged_write_is_lost(way: str, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(2 * PATIENCE_S)
 @pytest.mark.parametrize("way", ["exit_handler", "finalizer_at_exit", "signal_then_exit"])
-def test_an_engine_with_memory_alone_closes_quietly(way: str) -> None:
-    closed_in_child(way, "-", "-")
+def test_an_engine_with_memory_alone_closes_quietly(way: str, children: WarmParent) -> None:
+    children.run(way, "-", "-")

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.test_closing import PATIENCE_S, storage_server
+from tests.fixtures.forked_children import PATIENCE_S, WarmParent, warm_parent
+from tests.integration.test_closing import storage_server
 
-ENDS = ("os._exit", "sys.exit", "multiprocessing", "unused")
-
-
-def run_parent(end: str, directory: str, remote_url: str) -> None:
-    parent = subprocess.run(
-        [sys.executable, "-m", "tests.fixtures.forking_parent", end, directory, remote_url],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert parent.returncode == 0, parent.stderr
-    assert parent.stderr == ""
+pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 
 
-@pytest.mark.timeout(2 * PATIENCE_S)
-@pytest.mark.parametrize("end", ENDS)
-def test_a_forked_child_misses_at_once_and_harms_nothing(end: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmParent]:
+    directory = tmp_path_factory.mktemp("parents")
+    with warm_parent("tests.fixtures.forking_parent", directory) as warm:
+        yield warm
+
+
+@pytest.mark.parametrize("end", ["os._exit", "sys.exit", "multiprocessing", "unused"])
+def test_a_forked_child_misses_at_once_and_harms_nothing(
+    end: str, parents: WarmParent, tmp_path: Path
+) -> None:
     with storage_server() as (_, url):
-        run_parent(end, str(tmp_path), url)
+        parents.run(end, str(tmp_path), url)
 
 
-@pytest.mark.timeout(2 * PATIENCE_S)
-def test_a_forked_child_does_without_memory_too() -> None:
-    run_parent("sys.exit", "-", "-")
+def test_a_forked_child_needs_no_slower_tier(parents: WarmParent) -> None:
+    parents.run("sys.exit", "-", "-")
