@@ -31,7 +31,6 @@ LONG = (
     "helm",
     "integration/ctl/test_documented.py",
     "integration/demo",
-    "integration/storage/test_scaling.py",
     "integration/test_tutorial.py",
     "integration/transformers/test_every_kind.py",
     "property/test_engine_linearisable.py",

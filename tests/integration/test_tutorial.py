@@ -42,7 +42,7 @@ def test_the_tutorial_prints_what_it_says(tmp_path: Path) -> None:
                 "bash",
                 "-eu",
                 "script",
-            ],  # as somebody who types, but for stopping at the first failure
+            ],  # as if typed, but stopping at the first failure
             stdin=subprocess.DEVNULL,
             stdout=output,  # no pipe: services that outlive the shell would hold it open
             stderr=errors,

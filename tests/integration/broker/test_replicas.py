@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -131,58 +130,6 @@ async def test_what_one_broker_hears_the_other_knows(brokers: list[BrokerClient]
     await until(lambda: holds(one, ["b"]))
 
 
-async def test_together_they_keep_the_bound_on_pulls(brokers: list[BrokerClient]) -> None:
-    await register(brokers[0], "a")
-    asked = [brokers[i % 2].transfers(f"r{i}", [(CHUNKS[0], ["a"])]) for i in range(20)]
-    granted = [assignments for assignments in await asyncio.gather(*asked) if assignments]
-    assert len(granted) == MAX_PULLS
-    for broker in brokers:
-        assert [found.num_pulls for found in await broker.peers()] == [MAX_PULLS]
-
-
-async def test_a_pull_may_be_ended_at_either_broker(brokers: list[BrokerClient]) -> None:
-    one, two = brokers
-    await register(one, "a")
-    await until(lambda: holds(two, ["a"]))
-    pulls = [
-        pull.pull
-        for _ in range(MAX_PULLS)
-        for pull in await one.transfers("r", [(CHUNKS[0], ["a"])])
-    ]
-    assert len(pulls) == MAX_PULLS
-    await two.done("other", pulls)
-    assert await two.transfers("r", [(CHUNKS[0], ["a"])]) == [], "only its requester ends a pull"
-    await two.done("r", pulls[:2])
-    assert await two.transfers("r", [(CHUNKS[0], ["a"])])
-    # The broker that granted them asks Redis again after a moment.
-    await until(lambda: one.transfers("r", [(CHUNKS[0], ["a"])]))
-    assert await one.transfers("r", [(CHUNKS[0], ["a"])]) == []
-
-
-async def test_an_order_to_copy_a_hot_chunk_reaches_its_holder_through_either_broker(
-    brokers: list[BrokerClient], redis_server: RedisServer
-) -> None:
-    one, two = brokers
-    await register(two, "hot-a", "hot-b")
-    await until(lambda: holds(one, ["hot-a", "hot-b"]))
-    for i in range(HOT_PULLS):
-        (pull,) = await one.transfers(f"r{i}", [(CHUNKS[4], ["hot-a"])])
-        await one.done(f"r{i}", [pull.pull])
-    (order,) = (await two.register(peer("hot-a"), load=0.0, ttl_ms=LEASE_MS)).copies
-    assert (order.chunk_id, order.instance) == (CHUNKS[4].hex(), "hot-b")
-    for broker in brokers:
-        lease = await broker.register(peer("hot-a"), load=0.0, ttl_ms=LEASE_MS)
-        assert lease.copies == (), "it is sent once"
-    redis_server.pause()
-    try:
-        for i in range(HOT_PULLS):
-            assert await one.transfers(f"r{i}", [(CHUNKS[5], ["hot-a"])])
-        (order,) = (await one.register(peer("hot-a"), load=0.0, ttl_ms=LEASE_MS)).copies
-        assert order.chunk_id == CHUNKS[5].hex(), "without Redis, by the broker that knows of it"
-    finally:
-        redis_server.resume()
-
-
 @pytest.mark.parametrize("failure", ["pause", "kill"])
 async def test_without_redis_each_broker_answers_from_its_memory(
     shared_processes: list[ServiceProcess],
@@ -249,23 +196,3 @@ async def test_a_restarted_broker_knows_what_the_other_knew(
     async with opened(BrokerClient(own_processes[1].url, None, 30.0)) as fresh:
         await until(lambda: holds(fresh, ["a"]))
         assert [found.draining for found in await fresh.peers()] == [True]
-
-
-async def test_a_pull_outlives_the_broker_that_granted_it(
-    own_processes: list[ServiceProcess], redis_server: RedisServer
-) -> None:
-    async with clients_of(own_processes, redis_server) as (one, two):
-        await register(one, "a")
-        await until(lambda: holds(two, ["a"]))
-        (pull,) = await one.transfers("r", [(CHUNKS[0], ["a"])])
-        own_processes[0].stop(signal.SIGKILL)
-        renewal = await two.renew("r", pull.pull)
-        assert renewal is not None
-        verifier = TicketVerifier(TICKET_KEYS, "a")
-        assert verifier.verify(renewal.ticket).requester == "r"
-        await two.done("r", [pull.pull])
-        await until(lambda: has_no_pulls(two))
-
-
-async def has_no_pulls(broker: BrokerClient) -> bool:
-    return [found.num_pulls for found in await broker.peers()] == [0]

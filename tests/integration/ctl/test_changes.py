@@ -82,8 +82,8 @@ def test_what_is_nowhere_is_not_pinned(ctl: Ctl) -> None:
     told = ctl.text("pin", "ab" * 32, code=1)
     assert "0 of these" in told
     assert "is not pinned: never_stored" in told
-    assert "sidecar/nobody is not there: there is sidecar/sidecar" in ctl.text(
-        "pin", "--at", "sidecar/nobody", code=1
+    assert "sidecar/absent is not there: there is sidecar/sidecar" in ctl.text(
+        "pin", "--at", "sidecar/absent", code=1
     )
     assert "'lookup' names no service: write sidecar or storage" in ctl.text(
         "pin", "--at", "lookup", code=2
@@ -143,7 +143,7 @@ def test_all_of_a_kind_are_drained_only_when_that_is_meant(ctl: Ctl) -> None:
     told = ctl.text("drain", "storage", code=1, stdin="n\n")
     assert re.search(r"Drain storage/storage-(0|1), storage/storage-(1|0) at once\?", told)
     assert "nothing was done: answer y, or give --yes" in told
-    assert "nothing was done" in ctl.text("drain", "sidecar", code=1), "nobody answers"
+    assert "nothing was done" in ctl.text("drain", "sidecar", code=1), "without an answer"
     assert {one["state"] for one in ctl.json("status")["services"]} == {"ok"}
 
 
@@ -174,7 +174,7 @@ def test_a_drain_is_watched_to_its_end(cluster: SmallCluster) -> None:
     assert found["drain"]["state"] == "done"
     table = ctl.text("drain", "sidecar/sidecar", "--within", "60")
     assert "done" in table
-    assert "no live peer nobody" in ctl.text("drain", "peer/nobody", code=1)
+    assert "no live peer absent" in ctl.text("drain", "peer/absent", code=1)
 
 
 def test_a_drained_service_takes_chunks_again(cluster: SmallCluster) -> None:

@@ -13,19 +13,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from email.utils import formatdate, parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import httpx
 import pytest
 import redis
 import yaml
 from lmcache_ctl.doctor.configuration import MODELS, ConfigFile, check_files
 
 from tests.fixtures.ctl import Ctl, SmallCluster
-from tests.fixtures.http_server import Handler, served
 from tests.fixtures.kubernetes_pods import pod, pods_api
 from tests.fixtures.redis_sentinel import watched_redis
 from tests.fixtures.redis_server import free_port, redis_executable, running_redis
@@ -42,12 +39,16 @@ def wrong(found: dict[str, Any], check: str) -> list[tuple[str, str, str]]:
     ]
 
 
+def in_three_days() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
+
+
 def write(path: Path, **settings: Any) -> Path:
     path.write_text(yaml.safe_dump(settings))
     return path
 
 
-def test_a_cluster_that_is_well(cluster: SmallCluster) -> None:
+def test_a_healthy_cluster(cluster: SmallCluster) -> None:
     ctl = cluster.ctl()
     found = ctl.json("doctor")
     assert (found["num_errors"], found["num_warnings"]) == (0, 0)
@@ -58,7 +59,7 @@ def test_a_cluster_that_is_well(cluster: SmallCluster) -> None:
     assert "reachable (5)" in text
 
 
-def test_one_that_hangs_and_a_wrong_token(cluster: SmallCluster) -> None:
+def test_a_hanging_service_and_a_wrong_token(cluster: SmallCluster) -> None:
     pid = cluster.services["storage-1"].pid
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -75,17 +76,14 @@ def test_one_that_hangs_and_a_wrong_token(cluster: SmallCluster) -> None:
     )
 
 
-@pytest.mark.parametrize(("version", "level"), [("0.0.9", "warning"), ("0.3.0", "error")])
-def test_a_service_of_another_version(
-    cluster: SmallCluster, tmp_path: Path, version: str, level: str
-) -> None:
+def test_a_service_of_another_version(cluster: SmallCluster, tmp_path: Path) -> None:
     """The interpreter finds this description of the package first: the service takes itself for
     that version.
     """
-    described = tmp_path / f"lmcache_lookup-{version}.dist-info"
+    described = tmp_path / "lmcache_lookup-0.0.9.dist-info"
     described.mkdir()
     (described / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: lmcache-lookup\nVersion: {version}\n"
+        "Metadata-Version: 2.1\nName: lmcache-lookup\nVersion: 0.0.9\n"
     )
     environ = {
         "LMCACHE_LOOKUP_PORT": "0",
@@ -95,12 +93,11 @@ def test_a_service_of_another_version(
     with running_service("lmcache_lookup", tmp_path, environ) as other:
         ctl = cluster.ctl()
         ctl.options.append(f"--lookup-url={other.url}")
-        found = ctl.json("doctor", code=1 if level == "error" else 0)
-        assert f"{version} (1x)" in ctl.text("status")
-        assert "finish the upgrade" in ctl.text("doctor", "--strict", code=1) or level == "error"
-    [(seen, _, what)] = wrong(found, "versions")
-    assert seen == level
-    assert f"{version}: lookup" in what
+        [(level, _, what)] = wrong(ctl.json("doctor"), "versions")
+        assert "0.0.9 (1x)" in ctl.text("status")
+        assert "finish the upgrade" in ctl.text("doctor", "--strict", code=1)
+    assert level == "warning"
+    assert "0.0.9: lookup" in what
 
 
 def test_settings_files_are_read_as_their_services_do(
@@ -155,46 +152,12 @@ def test_settings_files_are_read_as_their_services_do(
     assert "write KIND=FILE" in Ctl().text("doctor", "--check-config", "sidecars=x", code=2)
 
 
-def test_addresses_that_a_service_refuses(tmp_path: Path) -> None:
-    """The doctor's sentence is the service's own."""
-    mistakes = {
-        "ports": ({"port": 18999, "lm_port": 18999}, "lm_port=18999 is the value of port too"),
-        "lookup": (
-            {"lookup_url": "localhost:8081"},
-            "lookup_url='localhost:8081' (lookup.yaml): must be http://host:port",
-        ),
-        "remote": (
-            {"remote_url": "s3://b"},
-            "remote_url='s3://b' (remote.yaml): its scheme must be one of lm,",
-        ),
-    }
-    files = {
-        name: write(tmp_path / f"{name}.yaml", **settings)
-        for name, (settings, _) in mistakes.items()
-    }
-    found = Ctl().json(
-        "doctor", *(f"--check-config=sidecar={file}" for file in files.values()), code=1
-    )
-    told = {
-        Path(where.split()[1]).stem: (level, what.replace(f"{tmp_path}/", ""))
-        for level, where, what in wrong(found, "configuration")
-    }
-    for name, (_, expected) in mistakes.items():
-        level, what = told[name]
-        assert level == "error"
-        assert what.startswith(expected), what
-
-
-def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Path) -> None:
+def test_certificates_of_settings_files_are_checked(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     good, other, ended = authority.sign("good"), authority.sign("other"), ended_pair(authority)
     early = early_pair(authority)
     soon = authority.sign("soon")
-    signed = authority._ca.issue_cert(
-        "127.0.0.1", not_after=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
-    )
-    replace(soon.cert, signed.cert_chain_pems[0].bytes())
-    replace(soon.key, signed.private_key_pem.bytes())
+    authority.renew(soon, not_after=in_three_days())
     pairs = {
         "good": (good.cert, good.key),
         "foreign": (good.cert, other.key),
@@ -236,11 +199,6 @@ def test_certificates_of_settings_files_are_checked_as_services_do(tmp_path: Pat
     assert told["early"] == ("error", f"tls_cert_file {early.cert} is not valid before 2100-02-01")
     assert told["engine"] == ("error", f"remote_tls_cert_file {ended.cert} ended on 2025-03-01")
     assert told["soon"] == ("warning", f"tls_cert_file {soon.cert} ends in 3.0 days")
-    command = [sys.executable, "-m", "lmcache_lookup", "--config", str(tmp_path / "foreign.yaml")]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert told["foreign"][1] in refused.stderr
-    assert refused.stderr.count("\n") == 1
 
 
 def test_every_file_that_settings_name_is_read(tmp_path: Path) -> None:
@@ -269,7 +227,7 @@ def test_every_file_that_settings_name_is_read(tmp_path: Path) -> None:
         assert sum(f"{option}=" in what for what in told) == 1, (option, told)
 
 
-def test_a_certificate_that_peers_do_not_trust_is_told(tmp_path: Path) -> None:
+def test_a_certificate_that_peers_do_not_trust_is_reported(tmp_path: Path) -> None:
     own, other = Authority(tmp_path), Authority(tmp_path, "other")
     pair = own.sign("pod")
     told = {}
@@ -289,7 +247,7 @@ def test_a_certificate_that_peers_do_not_trust_is_told(tmp_path: Path) -> None:
     assert what.startswith(f"tls_cert_file {pair.cert} is not trusted by tls_ca_file {other.file}")
 
 
-def test_addresses_that_settings_name_and_nobody_answers(
+def test_addresses_that_settings_name_and_that_do_not_answer(
     cluster: SmallCluster, tmp_path: Path
 ) -> None:
     sidecar = write(
@@ -370,48 +328,6 @@ def test_addresses_of_an_engine(cluster: SmallCluster, tmp_path: Path) -> None:
     )
 
 
-def test_a_service_whose_clock_is_off(cluster: SmallCluster) -> None:
-    """Between it and the doctor its header `Date` is set back, as a clock that is off sets it."""
-    with clock_behind(cluster.services["storage-1"].url, 90) as url:
-        ctl = Ctl(
-            [
-                f"--lookup-url={cluster.services['lookup'].url}",
-                f"--storage-url={url}",
-                f"--token-file={cluster.directory / 'token'}",
-            ]
-        )
-        found = ctl.json("doctor")
-        [(level, _, what)] = wrong(found, "clock")
-        text = ctl.text("doctor", "--strict", code=1)
-    assert level == "warning"
-    seconds = re.fullmatch(r"lookup \S+ is (\d+) s before storage \S+", what)
-    assert seconds is not None
-    assert 88 <= int(seconds[1]) <= 92
-    assert "let NTP or chrony set the clocks" in " ".join(text.split())
-
-
-@contextlib.contextmanager
-def clock_behind(url: str, seconds: float) -> Iterator[str]:
-    """A way to a service on which its answers grow older."""
-
-    class Behind(Handler):
-        def do_GET(self) -> None:
-            answer = httpx.get(
-                url + self.path,
-                headers={"authorization": self.headers["authorization"]},
-                trust_env=False,
-            )
-            self.send_response_only(answer.status_code)
-            now_s = parsedate_to_datetime(answer.headers["date"]).timestamp()
-            self.send_header("Date", formatdate(now_s - seconds, usegmt=True))
-            self.send_header("Content-Length", str(len(answer.content)))
-            self.end_headers()
-            self.wfile.write(answer.content)
-
-    with served(Behind) as url_behind:
-        yield url_behind
-
-
 def test_places_that_a_service_cannot_or_must_not_use(tmp_path: Path) -> None:
     (tmp_path / "arena").mkdir()
     (tmp_path / "arena").chmod(0o777)
@@ -445,50 +361,38 @@ def test_places_that_a_service_cannot_or_must_not_use(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "path", ["{}", "{}/s.yaml", "{}/s.yaml/s.sock", "{}/" + "x" * 107, "/proc/nowhere/s.sock"]
-)
+@pytest.mark.parametrize("path", ["{}/s.yaml", "{}/" + "x" * 107, "/proc/nowhere/s.sock"])
 def test_a_socket_that_cannot_be_made(tmp_path: Path, path: str) -> None:
-    """The doctor says so, and the sidecar does not start."""
-    settings = {"arena_path": str(tmp_path / "arena"), "arena_gb": 0.01, "port": 0, "lm_port": 0}
+    settings = {"arena_path": str(tmp_path / "arena"), "arena_gb": 0.01}
     file = write(tmp_path / "s.yaml", socket_path=path.format(tmp_path), **settings)
     found = Ctl().json("doctor", "--check-config", f"sidecar={file}", code=1)
-    [(level, _, what)] = wrong(found, "socket")
-    command = [sys.executable, "-m", "lmcache_sidecar", "--config", str(file)]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (level, refused.returncode) == ("error", 2)
-    if reason := re.fullmatch(r"socket_path ((?:has|is) .*)", what):
-        assert f"' {reason[1]}; choose another path" in refused.stderr
+    [(level, _, _)] = wrong(found, "socket")
+    assert level == "error"
 
 
-@pytest.mark.parametrize("path", ["/proc/x", "/sys/x/y", "{}/to-proc/x", "{}/file/x"])
-@pytest.mark.parametrize("kind", ["storage", "sidecar"])
-def test_a_disk_that_cannot_be_made(tmp_path: Path, kind: str, path: str) -> None:
+@pytest.mark.parametrize("path", ["/proc/x", "{}/file/x"])
+def test_a_disk_that_cannot_be_made(tmp_path: Path, path: str) -> None:
     (tmp_path / "file").write_text("")
-    (tmp_path / "to-proc").symlink_to("/proc")
     disk = path.format(tmp_path)
-    small = {"memory_gb": 0.01} if kind == "storage" else {"arena_gb": 0.01}
-    file = write(tmp_path / "s.yaml", disk_path=disk, disk_gb=1, **small)
-    found = Ctl().json("doctor", "--check-config", f"{kind}={file}", code=1)
+    file = write(tmp_path / "s.yaml", disk_path=disk, disk_gb=1, memory_gb=0.01)
+    found = Ctl().json("doctor", "--check-config", f"storage={file}", code=1)
     [(level, _, what)] = wrong(found, "disk")
     assert (level, what.startswith(f"disk_path {disk}: ")) == ("error", True)
     [fix] = [one["fix"] for one in found["findings"] if one["fix"] and "disk_path" in one["what"]]
     assert fix.startswith("choose a directory that the service may write to")
 
 
-@pytest.mark.parametrize("mode", [0o700, 0o750])
-def test_a_default_directory_that_others_may_enter(tmp_path: Path, mode: int) -> None:
+def test_a_default_directory_that_others_may_enter(tmp_path: Path) -> None:
     """The sidecar refuses it: another user may have made it first."""
     run = tmp_path / f"lmcache-{os.getuid()}"
-    run.mkdir(mode=0o700)
-    run.chmod(mode)
+    run.mkdir()
+    run.chmod(0o750)
     arena = {"arena_path": str(tmp_path / "arena"), "arena_gb": 0.01}
     file = write(tmp_path / "s.yaml", socket_path=str(run / "sidecar.sock"), **arena)
     with mock.patch.object(tempfile, "tempdir", str(tmp_path)):
-        found = Ctl().json("doctor", "--check-config", f"sidecar={file}", code=int(mode != 0o700))
-    told = [what for _, _, what in wrong(found, "socket")]
+        found = Ctl().json("doctor", "--check-config", f"sidecar={file}", code=1)
     fault = "is not a directory that belongs to this user and that no other user may enter"
-    assert told == ([] if mode == 0o700 else [f"{run} {fault}"])
+    assert [what for _, _, what in wrong(found, "socket")] == [f"{run} {fault}"]
 
 
 def test_a_socket_of_a_running_sidecar_is_no_fault(cluster: SmallCluster, tmp_path: Path) -> None:
@@ -645,44 +549,35 @@ def test_a_certificate_that_ends_soon(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair = authority.sign("server")
     environ = {"PORT": "0", "TLS_CERT_FILE": str(pair.cert), "TLS_KEY_FILE": str(pair.key)}
-    with running_service(
-        "lmcache_lookup",
-        tmp_path,
-        {f"LMCACHE_LOOKUP_{name}": value for name, value in environ.items()},
-    ) as service:
+    environ = {f"LMCACHE_LOOKUP_{name}": value for name, value in environ.items()}
+    with running_service("lmcache_lookup", tmp_path, environ) as service:
         url = service.url.replace("http:", "https:")
-        ctl = Ctl([f"--lookup-url={url}", f"--tls={authority.file}"])
-        [certificate] = [
-            one for one in ctl.json("doctor")["findings"] if one["check"] == "certificate"
-        ]
-        assert certificate["level"] == "ok"
-        assert certificate["what"].startswith("good for ")
-        soon = authority._ca.issue_cert(
-            "127.0.0.1", not_after=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
-        )
-        replace(pair.key, soon.private_key_pem.bytes())
-        replace(pair.cert, soon.cert_chain_pems[0].bytes())
 
-        def told() -> dict[str, str]:
-            """What is wrong with the certificate; empty while the service shows the former one."""
-            with contextlib.suppress(AssertionError):
-                findings = ctl.json("doctor", "--strict", code=1)["findings"]
-                return next(one for one in findings if one["check"] == "certificate")
-            return {"what": ""}
+        def found(trusted: Authority, code: int = 0) -> dict[str, str]:
+            """What the doctor says of the certificate that the service shows now."""
+            ctl = Ctl([f"--lookup-url={url}", f"--tls={trusted.file}"])
+            findings = ctl.json("doctor", code=code)["findings"]
+            return next(one for one in findings if one["check"] == "certificate")
 
-        wait_until(lambda: "ends in 3.0 days" in told()["what"])
+        good = found(authority)
+        assert good["level"] == "ok"
+        assert good["what"].startswith("good for ")
+        untrusted = found(Authority(tmp_path, "stranger"), code=1)
+        assert untrusted["what"].startswith("not trusted")
+        authority.renew(pair, not_after=in_three_days())
+        wait_until(lambda: "ends in 3.0 days" in found(authority)["what"])
         early = early_pair(authority)
         replace(pair.key, early.key.read_bytes())
         replace(pair.cert, early.cert.read_bytes())
 
-        wait_until(lambda: told()["what"] == "not trusted: certificate is not yet valid")
-        assert told()["fix"].startswith("have another one issued, or correct the clock")
-        replace(pair.key, soon.private_key_pem.bytes())
-        replace(pair.cert, soon.cert_chain_pems[0].bytes())
-        wait_until(lambda: "ends in 3.0 days" in told()["what"])
-        stranger = Authority(tmp_path, "stranger")
-        untrusted = Ctl([f"--lookup-url={url}", f"--tls={stranger.file}"]).json("doctor", code=1)
-    assert "not trusted" in wrong(untrusted, "certificate")[0][2]
+        def is_reported() -> bool:
+            with contextlib.suppress(AssertionError):  # the service shows the former one
+                told = found(authority, code=1)
+                assert told["what"] == "not trusted: certificate is not yet valid"
+                return told["fix"].startswith("have another one issued, or correct the clock")
+            return False
+
+        wait_until(is_reported)
 
 
 def test_objects_of_a_release(tmp_path: Path) -> None:
@@ -759,7 +654,7 @@ def test_objects_of_a_release(tmp_path: Path) -> None:
     assert "refuses pods in namespace ns (Unauthorized)" in wrong(refused, "kubernetes")[0][2]
 
 
-def test_the_allocator_that_vllm_refuses_is_told_of_an_engine(tmp_path: Path) -> None:
+def test_the_allocator_that_vllm_refuses_is_an_error_of_an_engine(tmp_path: Path) -> None:
     engine = write(tmp_path / "engine.yaml", local_cpu=True)
     for conf, code in (("expandable_segments:True", 1), ("expandable_segments:False", 0)):
         ctl = Ctl(environ={"PYTORCH_CUDA_ALLOC_CONF": conf})

@@ -210,7 +210,7 @@ def test_each_namespace_is_looked_at_by_itself(
     )
 
 
-def test_pods_that_cannot_be_asked_are_told(
+def test_pods_that_cannot_be_asked_are_reported(
     api: PodsApi, cluster: SmallCluster, tmp_path: Path
 ) -> None:
     api.pods = [
@@ -241,7 +241,7 @@ def test_pods_that_cannot_be_asked_are_told(
     )
 
 
-def test_streams_that_break_are_told_and_leave_nothing_open(
+def test_broken_streams_are_reported_and_leave_nothing_open(
     api: PodsApi, cluster: SmallCluster, tmp_path: Path
 ) -> None:
     api.resets = True

@@ -1,4 +1,4 @@
-"""`lmcachectl lookup` beside a real lookup service."""
+"""`lmcachectl lookup` with a real lookup service."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ctl(
     )
 
 
-def test_who_holds_what_is_told(service: ServiceProcess, directory: Path) -> None:
+def test_holders_of_chunks_are_shown(service: ServiceProcess, directory: Path) -> None:
     table = ctl(service, directory, "locations", A.hex())
     assert "pod-1" in table
     assert "pod-2" in table

@@ -1,4 +1,4 @@
-"""`lmcachectl sidecar` beside a real sidecar and a real engine."""
+"""`lmcachectl explain` with a real sidecar and a real engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ctl(service: ServiceProcess, *arguments: str | Path, code: int = 0, stdin: s
     return Ctl([f"--url={service.url}"]).text(*arguments, code=code, stdin=stdin)
 
 
-def test_why_a_prompt_misses_is_told_after_its_engine_has_gone(
+def test_a_prompt_is_explained_after_its_engine_has_gone(
     sidecar: ServiceProcess, directory: Path
 ) -> None:
     """First: no engine has been there before."""
@@ -121,7 +121,7 @@ def test_a_prompt_and_messages_are_tokenized_by_vllm(
     assert "vLLM does not answer at http://127.0.0.1:9" in told
 
 
-def test_what_a_request_found_is_told_by_its_id(sidecar: ServiceProcess, directory: Path) -> None:
+def test_a_request_is_explained_by_its_id(sidecar: ServiceProcess, directory: Path) -> None:
     tokens = tokens_of(NUM_CHUNKS * CHUNK_SIZE)
     with engine_at(directory / "s.sock") as engine:
         engine.store(tokens, kvcaches=random_kv(len(tokens)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -101,19 +100,6 @@ async def test_two_instances_are_found_by_prefix_and_route_until_they_end(
         assert await prefix(client, A) == [], "the holdings of an instance end with it"
 
 
-async def test_after_a_restart_of_the_service_everything_is_known_again(
-    service: ServiceProcess,
-) -> None:
-    async with client_of(service) as client, reporting(client, "one", A, B):
-        port = service.ports["port"]
-        assert service.stop() == 0
-        with pytest.raises(UnavailableError):
-            await client.lookup([A])
-        service.environ["LMCACHE_LOOKUP_PORT"] = str(port)
-        service.start()
-        await until(lambda: _prefix_is(client, [["one"], ["one"]], A, B))
-
-
 async def _prefix_is(client: LookupClient, expected: list[list[str]], *chunk_ids: bytes) -> bool:
     try:
         return await prefix(client, *chunk_ids) == expected
@@ -187,25 +173,3 @@ async def test_a_killed_redis_degrades_answers_until_it_is_back(tmp_path: Path) 
                 await until(lambda: _prefix_is(client, [["one"], ["one"]], A, B))
                 assert get(service, "/readyz").json()["status"] == "ok"
             assert "redis://" not in service.output
-
-
-async def test_lookups_degrade_while_redis_hangs(tmp_path: Path) -> None:
-    with running_redis() as server:
-        environ = SETTINGS | {
-            "LMCACHE_LOOKUP_REDIS_URL": server.url,
-            "LMCACHE_LOOKUP_REDIS_TIMEOUT_MS": "500",
-        }
-        with running_service("lmcache_lookup", tmp_path, environ) as service:
-            async with client_of(service) as client, reporting(client, "one", A):
-                server.pause()
-                for _ in range(4):
-                    assert (await client.lookup([A])).degraded
-                server.resume()
-                await until(lambda: _prefix_is(client, [["one"]], A))
-
-
-def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
-    service = ServiceProcess("lmcache_lookup", tmp_path, SETTINGS)
-    service.start()
-    assert service.stop(signal.SIGINT) == 0
-    assert "Traceback" not in service.output

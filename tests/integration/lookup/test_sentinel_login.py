@@ -1,4 +1,4 @@
-"""The index finds its Redis by sentinels that answer only those who show name and password, over
+"""The index finds its Redis by sentinels that answer only callers with name and password, over
 TLS or not.
 """
 
@@ -45,7 +45,7 @@ async def answers(index: LookupIndex) -> bool:
 
 
 @pytest.mark.parametrize("name", ["default", "lookup"])
-async def test_sentinels_answer_who_shows_the_password(name: str, tmp_path: Path) -> None:
+async def test_sentinels_answer_callers_with_the_password(name: str, tmp_path: Path) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text(f"{PASSWORD}\n")
     wrong.write_text("guessed")

@@ -122,24 +122,6 @@ def test_lossy_chunks_are_missing_for_a_peer_that_accepts_no_loss(
         eventually(is_refused)
 
 
-def test_a_restarted_peer_serves_recovered_chunks(neighbourhood: Neighbourhood) -> None:
-    a, b = neighbourhood.sidecar("a"), neighbourhood.sidecar("b")
-    store_at(a)
-    a.process.kill()
-    a = neighbourhood.sidecar("a")
-
-    def is_recovered() -> bool:
-        status = a.get("/v1/status")
-        return bool(status["arena"]["recovery"]["is_over"] and status["settled"])
-
-    eventually(is_recovered)
-    target = empty_kv(NUM_TOKENS)
-    with engine_at(b.socket, **PATIENT) as engine:
-        assert engine.retrieve(tokens_of(NUM_TOKENS), kvcaches=target).all()
-        assert engine.counters.value(RETRIEVED_TOKENS_TOTAL, "peers") == NUM_TOKENS
-    assert_equal_prefix(target, random_kv(NUM_TOKENS, 1), NUM_TOKENS)
-
-
 async def test_without_tokens_a_ticket_is_the_only_way_in(neighbourhood: Neighbourhood) -> None:
     a = neighbourhood.sidecar("a")
     store_at(a)

@@ -120,8 +120,8 @@ async def test_peers_are_spoken_to_as_their_urls_say(tmp_path: Path) -> None:
 async def test_a_peer_that_does_not_encrypt_is_shown_no_token_where_others_do(
     tmp_path: Path, only_encrypted: bool
 ) -> None:
-    """Whoever may announce a peer could otherwise collect the tokens of sidecars that hand over
-    their chunks.
+    """Otherwise a caller that may announce a peer could collect the tokens of sidecars that hand
+    over their chunks.
     """
     authority = Authority(tmp_path)
     shown: dict[str, str | None] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.embedded import PATIENT
-from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
+from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
 from tests.fixtures.neighbourhood import start_sidecar
 from tests.fixtures.processes import Processes
 from tests.fixtures.sidecar import engine_at
@@ -67,60 +66,3 @@ def test_the_hook_imports_little() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     ).stdout.split()
     assert not {"torch", "numpy", "pydantic", "msgspec", "fastapi", "lmcache_core"} & set(loaded)
-
-
-def test_a_restarted_sidecar_serves_its_disk(processes: Processes, tmp_path: Path) -> None:
-    options = {"disk_path": tmp_path / "disk", "disk_gb": 0.05, "arena_path": tmp_path / "arena"}
-    tokens, kv, target = (
-        tokens_of(4 * CHUNK_SIZE),
-        random_kv(4 * CHUNK_SIZE),
-        empty_kv(4 * CHUNK_SIZE),
-    )
-    first = start_sidecar(processes, tmp_path, "first", **options)
-    with engine_at(first.socket, **PATIENT) as engine:
-        engine.store(tokens, kvcaches=kv)
-        wait_until(lambda: first.get("/v1/status")["settled"])
-    first.process.kill()
-    second = start_sidecar(processes, tmp_path, "second", **options)
-    with engine_at(second.socket, **PATIENT) as engine:
-        assert engine.lookup(tokens, ["LocalDiskBackend"]) == len(tokens)
-        assert engine.retrieve(tokens, kvcaches=target).all()
-    assert_equal_prefix(target, kv, len(tokens))
-
-
-STORE_AND_HANG = """
-    import sys, threading
-    from pathlib import Path
-    from lmcache_core.sidecar import SidecarConnection
-    from lmcache_core.wire import messages as m
-
-    hello = m.engine_hello(m.EngineInfo("doomed", 1, 0, "", ""), [])
-    connection = SidecarConnection(Path(sys.argv[1]), hello, 5.0)
-    connection.open()
-    for extent in connection.call(m.ReserveExtents((500_000,) * 4), m.Extents).items:
-        begin = extent.offset
-        connection.arena.store_view[begin : begin + 250_000] = b"half" * 62_500
-    print("ready", flush=True)
-    threading.Event().wait()
-"""
-
-
-def test_memory_of_a_killed_engine_is_freed(processes: Processes, tmp_path: Path) -> None:
-    sidecar = start_sidecar(processes, tmp_path)
-    doomed = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(STORE_AND_HANG), str(sidecar.socket)],
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert doomed.stdout is not None
-        assert doomed.stdout.readline() == b"ready\n"
-        assert sidecar.get("/v1/clients")["clients"][0]["reserved_bytes"] == 2_000_896
-    finally:
-        doomed.kill()
-        doomed.wait()
-        assert doomed.stdout is not None
-        doomed.stdout.close()
-    wait_until(lambda: not sidecar.get("/v1/clients")["clients"])
-    figures = sidecar.get("/v1/tiers")["tiers"]["memory"]
-    assert figures["arena_used_bytes"] == 0
-    assert figures["num_chunks"] == 0, "a half-written chunk was never visible"

@@ -16,14 +16,13 @@ import uvloop
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
-from lmcache_core.storage.guard import Guard, GuardOptions
 from lmcache_core.storage.remote import create_remote_backend
 from lmcache_core.storage.remote.redis import BATCH_KEYS
 
 from tests.fixtures.redis_server import RedisServer, redis_executable, running_redis
 from tests.fixtures.redis_tls import behind_tls
 from tests.fixtures.tls import Authority, server_tls
-from tests.fixtures.waiting import until, wait_until
+from tests.fixtures.waiting import wait_until
 from tests.fixtures.wire import Arena
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
@@ -38,18 +37,6 @@ def server() -> Iterator[RedisServer]:
         yield server
 
 
-async def gone(backend: StorageBackend) -> None:
-    for call in (
-        backend.batched_contains([make_key(1)]),
-        backend.batched_get([make_key(1)], Arena()),
-        backend.batched_put([make_chunk(1)]),
-        backend.batched_remove([make_key(1)]),
-        backend.clear(),
-    ):
-        with pytest.raises(UnavailableError):
-            await call
-
-
 async def works(backend: StorageBackend) -> None:
     arena = Arena()
     assert await backend.batched_put([make_chunk(1)]) == [True]
@@ -57,37 +44,6 @@ async def works(backend: StorageBackend) -> None:
     assert isinstance(result, Chunk)
     result.release()
     arena.check_empty()
-
-
-async def test_a_killed_server_is_unavailable_until_it_is_back(server: RedisServer) -> None:
-    backend = create_remote_backend(server.url, timeout_s=PATIENT_S)
-    await works(backend)
-    server.kill()
-    await gone(backend)
-    server.start()
-    await works(backend)
-    await backend.close()
-
-
-async def test_a_breaker_bypasses_a_frozen_server_and_finds_it_again(server: RedisServer) -> None:
-    inner = create_remote_backend(server.url, timeout_s=TIMEOUT_S)
-    backend = Guard(
-        inner, options=GuardOptions(num_failures=2, cool_down_s=1.0, cool_down_cap_s=1.0)
-    )
-    await works(backend)
-    server.pause()
-    for _ in range(2):
-        assert await backend.batched_get([make_key(1)], Arena()) == [Miss(MissReason.UNAVAILABLE)]
-    assert await backend.batched_get([make_key(1)], Arena()) == [Miss(MissReason.BREAKER_OPEN)]
-    server.resume()
-
-    async def is_found() -> bool:
-        await backend.batched_contains([make_key(1)])
-        return not backend.is_bypassed
-
-    await until(is_found)
-    await works(backend)
-    await backend.close()
 
 
 async def test_a_full_server_refuses_chunks() -> None:

@@ -103,24 +103,6 @@ def test_without_a_certificate_prompts_are_computed_and_the_reason_logged(
             assert answer.tokens == CachedCausalLM(model, None).generate(prompt, 8).tokens
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"blend_policy": "first_of_chunk"},
-        {"blend_recompute_ratio": 0.26},
-    ],
-    ids=str,
-)
-def test_a_certificate_holds_for_its_policy_and_ratio_alone(model, options, tmp_path, changed):
-    with cached(model, **options) as (engine, _):
-        certify(tmp_path, engine)
-    with (
-        cached(model, **options | changed) as (engine, _),
-        contextlib.closing(CachedCausalLM(model, engine, SEPARATOR)) as plain,
-    ):
-        assert "python -m lmcache_core.blend.certify" in plain.reason_against_blending
-
-
 def test_an_unknown_model_is_computed_and_the_reason_given(options, tmp_path):
     torch.manual_seed(0)
     small = {

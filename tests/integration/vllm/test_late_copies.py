@@ -78,7 +78,7 @@ def open_soon(gate: threading.Event) -> None:
 
 
 def counted(engine: Engine, name: str) -> int:
-    return sum(worker.connector._counters.value(name) for worker in engine.workers)
+    return sum(worker.counted(name) for worker in engine.workers)
 
 
 def check_stored(engine: Engine, number: int, num_tokens: int) -> None:

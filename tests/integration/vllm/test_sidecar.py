@@ -4,7 +4,6 @@ sidecar hangs, dies, or comes late.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -26,11 +25,9 @@ from tests.fixtures.vllm_engine import (
     running,
 )
 from tests.fixtures.vllm_engine.stores import WrappedStore
-from tests.fixtures.vllm_engine.worlds import prompt, with_sidecar
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.vllm_engine.worlds import beside, prompt
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_S = 0.5
 
 
 def check_nothing_held(sidecar: Sidecar) -> None:
@@ -125,38 +122,3 @@ def test_a_worker_with_a_bad_canary_disables_the_cache(
         engine.ask(prompt(2, 20))
         assert [hits(engine, 1), hits(engine, 1)] == [0, 0]
         assert all(tally.num_loads == 0 for tally in engine.scheduler.tallies.values())
-
-
-def test_requests_end_while_the_sidecar_hangs(
-    module: ModuleType, model: Path, processes: Processes, tmp_path: Path
-) -> None:
-    sidecar = start_sidecar(processes, tmp_path)
-    extra = with_sidecar(sidecar.socket, tier_timeout_s=TIMEOUT_S)
-    with running(module, model, extra, limits=Limits(16)) as engine:
-        wait_until(lambda: hits(engine, 1) == 40)
-        sidecar.process.process.send_signal(signal.SIGSTOP)
-        try:
-            requests = [engine.add(prompt(number, 43), 3) for number in range(1, 9)]
-            engine.run()
-            engine.forget()
-        finally:
-            sidecar.process.process.send_signal(signal.SIGCONT)
-        assert all(request.status is Status.FINISHED_STOPPED for request in requests)
-        wait_until(lambda: hits(engine, 1) == 40)
-
-
-def test_requests_end_when_the_sidecar_is_killed_and_use_the_next_one(
-    module: ModuleType, model: Path, processes: Processes, tmp_path: Path
-) -> None:
-    sidecar = start_sidecar(processes, tmp_path)
-    with running(module, model, with_sidecar(sidecar.socket), limits=Limits(16)) as engine:
-        assert [hits(engine, 1), hits(engine, 1)] == [0, 40]
-        requests = [engine.add(prompt(number, 43), 3) for number in (1, 2)]
-        engine.step()
-        sidecar.process.kill()
-        engine.run()
-        assert all(request.status is Status.FINISHED_STOPPED for request in requests)
-        engine.forget()
-        assert hits(engine, 1) == 0
-        start_sidecar(processes, tmp_path, "second", socket_path=sidecar.socket)
-        wait_until(lambda: hits(engine, 3) == 40)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 
-from tests.fixtures.ctl import SmallCluster, small_cluster
+from tests.fixtures.ctl import SmallCluster
 from tests.fixtures.sample_service import ADMIN_TOKEN
 from tests.fixtures.waiting import wait_until
 
@@ -28,14 +27,14 @@ def stats_of(url: str) -> dict[str, object]:
     return found
 
 
-def test_a_load_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
-    with small_cluster(tmp_path) as cluster:
-        storage, lookup = cluster.services["storage-1"], cluster.services["lookup"]
-        output = put_on(cluster, f"lm://127.0.0.1:{storage.ports['lm_port']}")
-        assert "8 of 8 chunks were kept" in output
-        assert "fetch: " in output
-        tiers = stats_of(storage.url)["tiers"]
-        assert isinstance(tiers, dict)
-        assert tiers["memory"]["num_chunks"] == 0
-        assert "lookup: " in put_on(cluster, lookup.url)
-        wait_until(lambda: stats_of(lookup.url)["num_chunks"] == 0)
+def test_a_load_is_measured_and_leaves_nothing(cluster: SmallCluster) -> None:
+    storage, lookup = cluster.services["storage-1"], cluster.services["lookup"]
+    output = put_on(cluster, f"lm://127.0.0.1:{storage.ports['lm_port']}")
+    assert "8 of 8 chunks were kept" in output
+    assert "fetch: " in output
+    tiers = stats_of(storage.url)["tiers"]
+    assert isinstance(tiers, dict)
+    assert tiers["memory"]["num_chunks"] == 0
+    before = stats_of(lookup.url)["num_chunks"]
+    assert "lookup: " in put_on(cluster, lookup.url)
+    wait_until(lambda: stats_of(lookup.url)["num_chunks"] == before)
