@@ -21,7 +21,7 @@ from lmcache_core.storage.tiers import build_tiers
 from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.kv import make_config
-from tests.fixtures.replicas import free_ports
+from tests.fixtures.redis_server import free_port
 from tests.fixtures.service_process import running_service
 from tests.fixtures.waiting import until
 from tests.fixtures.wire import MemoryStore
@@ -75,12 +75,11 @@ async def test_lookup_tells_where_a_chunk_is(tmp_path: Path, is_announced: bool)
         async with AsyncExitStack() as exits, storages(exits) as url:
             if is_announced:
                 await announce(lookup.url, ranked(NAMES, KEY.key.chunk_id())[-1])
-            (port,) = free_ports(1)
             config = make_config(
                 enable_p2p=True,
                 lookup_url=lookup.url,
                 broker_url="http://127.0.0.1:1",
-                distributed_url=f"lm://127.0.0.1:{port}",
+                distributed_url=f"lm://127.0.0.1:{free_port()}",
                 remote_url=url,
                 tier_timeout_s=60.0,
             )

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 from lmcache_core.wire.client import LmClient
 
-from tests.fixtures.replicas import replicas
 from tests.fixtures.service_process import ServiceProcess, running_service
-from tests.fixtures.storage_process import PATIENT
+from tests.fixtures.storage_process import PATIENT, running_storage
 from tests.fixtures.waiting import until
 from tests.suites.chunks import make_chunk, make_key
 
@@ -97,53 +96,62 @@ async def announce(
         return await rest.put(f"/v1/peers/{peer_id}", json=body, headers=headers)
 
 
+@contextmanager
+def storage(
+    directory: Path, name: str, broker: ServiceProcess, options: dict[str, Path]
+) -> Iterator[ServiceProcess]:
+    """Yield a storage that knows others by the broker alone."""
+    (directory / name).mkdir()
+    shown = {"service_token_file": directory / "token", "tenant": "servers"}
+    own = {"instance_id": name, "broker_url": broker.url, "drain_timeout_s": 10}
+    with running_storage(directory / name, **options, **shown, **own) as service:
+        yield service
+
+
+@asynccontextmanager
+async def client_of(service: ServiceProcess, tenant: str) -> AsyncIterator[LmClient]:
+    client = LmClient("127.0.0.1", service.ports["lm_port"], TOKENS[tenant], PATIENT)
+    yield client
+    await client.close()
+
+
 async def test_a_client_is_no_storage_server(
     tmp_path: Path, options: dict[str, Path], broker: ServiceProcess
 ) -> None:
     """Neither the token of the servers nor a chunk leaves for an address that a client names."""
-    shown = {"service_token_file": tmp_path / "token", "tenant": "servers"}
-    async with (
-        listening() as (listener, port),
-        replicas(tmp_path, 1, broker_url=broker.url, **options, **shown) as (made, _),
-    ):
-        made.replicas_url = None
-        await made.start(0)
-        for tenant in ("acme", "rival"):
-            client = LmClient("127.0.0.1", made.lm_ports[0], TOKENS[tenant], PATIENT)
-            assert await client.put([make_chunk(i) for i in range(8)]) == [True] * 8
-            await client.close()
-        for tenant in ("acme", "rival"):
-            for peer_id in ("rogue", "storage-0"):
-                refused = await announce(broker, tenant, peer_id, "storage", port)
-                assert refused.status_code == 403, refused.text
-                assert "role storage" in refused.json()["detail"]
-                taken = await announce(broker, tenant, peer_id, "sidecar", port)
-                assert taken.status_code == 200
-        enough = await num_looks(broker) + LOOKS
+    async with listening() as (listener, port):
+        with storage(tmp_path, "storage-0", broker, options) as one:
+            for tenant in ("acme", "rival"):
+                async with client_of(one, tenant) as client:
+                    assert await client.put([make_chunk(i) for i in range(8)]) == [True] * 8
+                for peer_id in ("rogue", "storage-0"):
+                    refused = await announce(broker, tenant, peer_id, "storage", port)
+                    assert refused.status_code == 403, refused.text
+                    assert "role storage" in refused.json()["detail"]
+                    taken = await announce(broker, tenant, peer_id, "sidecar", port)
+                    assert taken.status_code == 200
+            enough = await num_looks(broker) + LOOKS
 
-        async def has_looked() -> bool:
-            return await num_looks(broker) >= enough
+            async def has_looked() -> bool:
+                return await num_looks(broker) >= enough
 
-        await until(has_looked)
-        assert await made.stop(0) == [0]
+            await until(has_looked)
+            assert await asyncio.to_thread(one.stop) == 0
         assert (listener.num_connections, listener.received) == (0, b"")
 
 
 async def test_servers_of_the_role_storage_find_one_another_and_move_chunks_of_all(
     tmp_path: Path, options: dict[str, Path], broker: ServiceProcess
 ) -> None:
-    shown = {"service_token_file": tmp_path / "token", "tenant": "servers"}
-    async with replicas(tmp_path, 2, broker_url=broker.url, **options, **shown) as (made, _):
-        made.replicas_url = None
-        await made.start(0, 1)
+    with (
+        storage(tmp_path, "storage-0", broker, options) as staying,
+        storage(tmp_path, "storage-1", broker, options) as leaving,
+    ):
         for tenant in ("acme", "rival"):
-            client = LmClient("127.0.0.1", made.lm_ports[1], TOKENS[tenant], PATIENT)
-            assert await client.put([make_chunk(tenant)]) == [True]
-            await client.close()
-        leaving = made.services[1]
+            async with client_of(leaving, tenant) as client:
+                assert await client.put([make_chunk(tenant)]) == [True]
         await until(lambda: "service=the broker servers=storage-0" in leaving.output)
-        assert await made.stop(1) == [0]
+        assert await asyncio.to_thread(leaving.stop) == 0
         for tenant in ("acme", "rival"):
-            client = LmClient("127.0.0.1", made.lm_ports[0], TOKENS[tenant], PATIENT)
-            assert await client.contains([make_key(tenant)]) == [True]
-            await client.close()
+            async with client_of(staying, tenant) as client:
+                assert await client.contains([make_key(tenant)]) == [True]
