@@ -46,13 +46,16 @@ class Cluster:
         folder: Empty.
         authority: Signs a certificate for each service, with the name that the chart gives to all
             of them; None: nothing is encrypted.
+
+    Attributes:
+        rendering, folder: As given.
     """
 
     def __init__(
         self, rendering: Rendering, folder: Path, authority: Authority | None = None
     ) -> None:
-        self._rendering = rendering
-        self._folder = folder
+        self.rendering = rendering
+        self.folder = folder
         self._authority = authority
         self.scheme = "http" if authority is None else "https"
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -64,7 +67,7 @@ class Cluster:
         """Start one service and wait until it listens. `addresses` are settings that name other
         services.
         """
-        root = self._folder / service
+        root = self.folder / service
         for path in (
             "run/secrets/lmcache",
             "run/secrets/tls",
@@ -74,7 +77,7 @@ class Cluster:
         ):
             (root / path).mkdir(parents=True, exist_ok=True)
         for name in ("auth", "keys"):
-            for key, value in self._rendering.get("Secret", name)["data"].items():
+            for key, value in self.rendering.get("Secret", name)["data"].items():
                 (root / "run/secrets/lmcache" / key).write_bytes(base64.b64decode(value))
         if self._authority is not None:
             pair = self._authority.sign(service, "127.0.0.1", "cache-lmcache.inference.svc")
@@ -84,7 +87,7 @@ class Cluster:
                 ("ca.crt", self._authority.file),
             ):
                 (root / "run/secrets/tls" / name).write_bytes(file.read_bytes())
-        config = self._rendering.get("ConfigMap", "vllm-tiny" if service == "sidecar" else service)[
+        config = self.rendering.get("ConfigMap", "vllm-tiny" if service == "sidecar" else service)[
             "data"
         ]["config.yaml"]
         for path in ("/run/", "/var/lib/"):
@@ -127,7 +130,7 @@ class Cluster:
 
     def config_of(self, service: str) -> Path:
         """The settings file that it was started with."""
-        return self._folder / service / "config.yaml"
+        return self.folder / service / "config.yaml"
 
     def url_of(self, service: str) -> str:
         """Where its REST is."""
@@ -139,7 +142,7 @@ class Cluster:
         """One GET; raises `HTTPError` for a refusal."""
         request = urllib.request.Request(f"{self.url_of(service)}{path}")
         if token is not None:
-            secret = self._folder / service / "run/secrets/lmcache" / f"{token}-token"
+            secret = self.folder / service / "run/secrets/lmcache" / f"{token}-token"
             request.add_header("Authorization", f"Bearer {secret.read_text(encoding='ascii')}")
         context = None if self._authority is None else self._context(service, shows_certificate)
         with urllib.request.urlopen(request, timeout=10, context=context) as answer:
@@ -155,7 +158,7 @@ class Cluster:
         return body
 
     def _context(self, service: str, shows_certificate: bool) -> ssl.SSLContext:
-        folder = self._folder / service / "run/secrets/tls"
+        folder = self.folder / service / "run/secrets/tls"
         context = ssl.create_default_context(cafile=folder / "ca.crt")
         if shows_certificate:
             context.load_cert_chain(folder / "tls.crt", folder / "tls.key")

@@ -30,7 +30,7 @@ Dumper.add_representer(str, _represent_text)
 
 
 def snapshot_of(rendering: Rendering) -> str:
-    """The snapshot of a rendering. What is made anew each time is left out of it."""
+    """The snapshot of a rendering. What is generated each time is left out."""
     ordered = sorted(rendering.manifests, key=lambda one: (one["kind"], one["metadata"]["name"]))
     return yaml.dump_all(
         [_steady(one) for one in ordered],

@@ -229,7 +229,7 @@ def test_what_may_happen_once_is_shown_at_0_before(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """`increase` of a counter that is first seen at 1 is 0: the first, perhaps only, damaged
-    chunk would alert nobody.
+    chunk would fire no alert.
     """
     shown: dict[str, Exposed] = {}
     samples: dict[str, list[Mapping[str, str]]] = {}
@@ -259,32 +259,3 @@ def increases(expression: str) -> list[Selected]:
     """What an expression takes the increase of."""
     parts = expression.split("increase(")[1:]
     return [selectors(part[: part.index("[")])[0] for part in parts]
-
-
-def test_series_are_read_as_prometheus_reads_them() -> None:
-    written = Series()
-    written.add('c_total{pod="a"}', "0+6x30 0+6x30", {})
-    written.add('g{pod="a",zone="x"}', "1x10 _x20 1x30", {})
-    written.add('b_bucket{le="1"}', "0+5x60", {})
-    written.add('b_bucket{le="2"}', "0+10x60", {})
-    written.add('b_bucket{le="+Inf"}', "0+10x60", {})
-    empty: frozenset[tuple[str, str]] = frozenset()
-    assert (
-        written.first_firing("sum(rate(c_total[10m])) by (zone) > 0.09", 0, 1800)[empty]
-        == 9 * MINUTE_S
-    )
-    assert not written.first_firing("sum by (zone) (rate(c_total[10m])) > 0.11", 0, 3600), (
-        "a restart is no rise"
-    )
-    assert written.first_firing("count by (zone) (g) == 1", 20 * MINUTE_S, 3600) == {
-        frozenset({("zone", "x")}): 51 * MINUTE_S
-    }
-    assert written.first_firing(
-        "histogram_quantile(0.75, sum by (le) (rate(b_bucket[5m]))) > 1.49", 0, 600
-    )
-    assert not written.first_firing(
-        "histogram_quantile(0.75, sum by (le) (rate(b_bucket[5m]))) > 1.51", 0, 600
-    )
-    assert written.first_firing("g == 1 and on (pod) c_total > 5 or g == 2", 0, 600) == {
-        frozenset({("pod", "a"), ("zone", "x")}): MINUTE_S
-    }

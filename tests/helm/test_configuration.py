@@ -64,7 +64,7 @@ OWN_REDIS: Manifest = {
     ],
     ids=lambda changed: "-".join(changed),
 )
-def test_another_redis_restarts_those_who_ask_it(chart: Chart, changed: Manifest) -> None:
+def test_another_redis_restarts_its_callers(chart: Chart, changed: Manifest) -> None:
     def templates(values: Manifest) -> dict[str, Manifest]:
         rendering = chart.render(MODELS | values)
         return {
@@ -78,8 +78,8 @@ def test_another_redis_restarts_those_who_ask_it(chart: Chart, changed: Manifest
 
 
 def test_the_mark_of_a_redis_is_no_plain_digest_of_it(chart: Chart) -> None:
-    """The same for the same URL, or each upgrade would restart pods; and nobody who sees pods
-    can try passwords out by hashing them.
+    """The same for the same URL, or each upgrade would restart pods; and what pods show
+    lets no password be guessed by hashing.
     """
     found = checksums(chart.render(OWN_REDIS))
     assert checksums(chart.render(OWN_REDIS, helm="helm3")) == found

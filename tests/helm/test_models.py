@@ -92,7 +92,7 @@ def test_weights_have_a_volume(
     )
 
 
-def test_a_claim_is_as_told(chart: Chart) -> None:
+def test_a_claim_follows_its_values(chart: Chart) -> None:
     spec = chart.case("gateway").get("PersistentVolumeClaim", "vllm-plain")["spec"]
     assert spec == {
         "accessModes": ["ReadWriteMany"],
@@ -101,7 +101,7 @@ def test_a_claim_is_as_told(chart: Chart) -> None:
     }
 
 
-def test_the_service_is_as_told(chart: Chart) -> None:
+def test_the_service_follows_its_values(chart: Chart) -> None:
     service = {"type": "LoadBalancer", "annotations": {"a": "b"}, "labels": {"c": "d"}}
     found = chart.render({"models.tiny": MODEL | {"service": service}}).get("Service", "vllm-tiny")
     assert found["spec"]["type"] == "LoadBalancer"

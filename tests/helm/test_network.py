@@ -160,7 +160,7 @@ def test_clients_are_the_namespace_unless_named(chart: Chart, rendering: Renderi
     assert policies(named)["vllm"]["ingress"][0]["from"] == MONITORING
 
 
-@pytest.mark.parametrize("tls", [None, {}, MUTUAL], ids=["nobody", "plain", "mutual"])
+@pytest.mark.parametrize("tls", [None, {}, MUTUAL], ids=["not named", "plain", "mutual"])
 def test_metrics_are_for_those_named(chart: Chart, tls: Manifest | None) -> None:
     given = MODELS if tls is None else MODELS | tls | {"networkPolicy.metricsFrom": MONITORING}
     found = policies(chart.render(given))

@@ -8,15 +8,11 @@ import difflib
 import json
 from typing import TYPE_CHECKING
 
-import pytest
-import yaml
-
 from tests.helm.snapshot import SNAPSHOT, snapshot_of
 from tests.helm.tools.describe_values import (
     README,
     SCHEMA,
     VALUES,
-    described,
     dumped,
     target,
     with_descriptions,
@@ -26,9 +22,8 @@ from tests.helm.tools.describe_values import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.helm.conftest import Chart, Manifest
+    from tests.helm.conftest import Chart
 
-COMMENTED = "storage:\n  # Run\n  # it.\n  on: true\nlookup:\n  on: true\nother:\n  on: true\n"
 SHOWN_LINES = 80
 UPDATE = "if that is meant, run `make chart-snapshot` and look at what git shows"
 
@@ -60,29 +55,6 @@ def test_every_property_has_a_description() -> None:
     assert list(bare(schema, "")) == []
 
 
-def test_a_value_without_a_comment_has_that_of_another_component() -> None:
-    comments = {path: (text, is_own) for path, text, is_own in described(COMMENTED)}
-    assert comments["storage", "on"] == ("Run it.", True)
-    assert comments["lookup", "on"] == ("Run it.", False)
-    assert comments["other", "on"] == ("", False)
-
-
-def test_two_comments_about_one_property_are_refused() -> None:
-    shared = {"properties": {"on": {"type": "boolean"}}}
-    schema = {
-        "definitions": {"shared": shared},
-        "properties": {
-            "a": {"$ref": "#/definitions/shared"},
-            "b": {"$ref": "#/definitions/shared"},
-        },
-    }
-    one = "a:\n  # One.\n  on: true\nb:\n  on: true\n"
-    found = with_descriptions(schema, one)
-    assert found["definitions"]["shared"]["properties"]["on"]["description"] == "One."
-    with pytest.raises(ValueError, match=r"b\.on: shares a definition"):
-        with_descriptions(schema, one.replace("b:\n", "b:\n  # Another.\n"))
-
-
 def test_the_default_rendering_is_the_snapshot(chart: Chart) -> None:
     expected, found = SNAPSHOT.read_text(encoding="utf-8"), snapshot_of(chart.render())
     changes = list(
@@ -91,17 +63,3 @@ def test_the_default_rendering_is_the_snapshot(chart: Chart) -> None:
         )
     )
     assert expected == found, "\n".join([*changes[:SHOWN_LINES], UPDATE])
-
-
-def test_the_snapshot_holds_nothing_that_was_generated(chart: Chart) -> None:
-    """Two renderings without a cluster differ in their secrets; their snapshots do not."""
-    again = chart.template(None, (), "helm4")
-    manifests: list[Manifest] = [one for one in yaml.safe_load_all(again.stdout) if one]
-    assert manifests != chart.render().manifests
-    assert snapshot_of(type(chart.render())(again.stdout, manifests)) == snapshot_of(chart.render())
-
-
-def test_the_snapshot_shows_a_change(chart: Chart) -> None:
-    assert snapshot_of(chart.render({"lookup.config.redis_timeout_ms": 101})) != snapshot_of(
-        chart.render()
-    )

@@ -10,7 +10,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import yaml
 from lmcache_node.collectors import TIER_EVENTS
 from lmcache_webhook.injection.plan import INJECTED
 
@@ -90,7 +89,7 @@ def check_expression(expression: str, exposed: Exposed) -> None:
     found = selectors(expression)
     assert found, f"{expression} asks for nothing"
     for one in found:
-        assert one.metric in exposed, f"nobody exposes {one.metric}: {expression}"
+        assert one.metric in exposed, f"no service exposes {one.metric}: {expression}"
         assert one.matchers["lmcache_release"] == "inference/cache", expression
         labels = exposed[one.metric]
         if labels:
@@ -99,18 +98,8 @@ def check_expression(expression: str, exposed: Exposed) -> None:
             )
         for pattern in one.matchers.get("event", TIER_EVENTS[0]).split("|"):
             assert any(re.fullmatch(pattern, event) for event in TIER_EVENTS), (
-                f"no tier tells of {pattern}: {expression}"
+                f"no tier reports {pattern}: {expression}"
             )
-
-
-def test_off_unless_wanted(chart: Chart) -> None:
-    kinds = {one["kind"] for one in chart.render(MODELS).manifests}
-    assert not kinds & {"PodMonitor", "PrometheusRule"}
-    assert not [
-        one
-        for one in chart.render().of_kind("ConfigMap")
-        if "grafana_dashboard" in one["metadata"]["labels"]
-    ]
 
 
 def test_objects_have_the_fields_of_their_operator(rendering: Rendering) -> None:
@@ -194,11 +183,6 @@ def test_vllm_over_https_is_asked_so(chart: Chart) -> None:
     endpoints = {one["port"]: one for one in listed}
     assert endpoints["http"]["scheme"] == "https"
     assert "scheme" not in endpoints["sidecar-health"]
-
-
-def test_prometheus_must_be_let_in(chart: Chart) -> None:
-    """With policies that name nobody it is refused: see refusals.yaml."""
-    chart.render({"monitoring.podMonitors.enabled": True, "networkPolicy.enabled": False})
 
 
 def test_alerts_ask_for_what_is_exposed(rendering: Rendering, exposed: Exposed) -> None:
@@ -310,15 +294,3 @@ def test_dashboards_are_well_made(path: Any) -> None:
             unit = panel["fieldConfig"]["defaults"]["unit"]
             assert unit == unit_of(target["expr"]), panel["title"]
         assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
-
-
-def test_raw_alerts_are_sorted_into_groups() -> None:
-    groups = yaml.safe_load(
-        (REPOSITORY / "helm" / "lmcache" / "files" / "alerts.yaml").read_text(encoding="utf-8")
-    )
-    assert all(name.startswith("lmcache.") for name in groups)
-    assert all(
-        set(alert) <= {"alert", "expr", "for", "severity", "summary"}
-        for alerts in groups.values()
-        for alert in alerts
-    )

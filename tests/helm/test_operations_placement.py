@@ -1,4 +1,4 @@
-"""Where pods go, who gives way, and what decorates them: the same for every component."""
+"""Where pods go, their priority, and what decorates them: the same for every component."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 ALL: Manifest = MODELS | {"webhook.enabled": True}
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 COMPONENTS = ("storage", "lookup", "broker", "webhook", "redis", "modelDefaults")
+BUDGETED = ("storage", "lookup", "broker", "webhook", "modelDefaults")
 TOLERATION = {"key": "dedicated", "operator": "Exists", "effect": "NoSchedule"}
 AFFINITY = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
 SPREAD = {
@@ -41,19 +42,35 @@ EXTRA: Manifest = {
 }
 
 
+OWN_CONTEXTS: Manifest = {
+    "podSecurityContext": {"supplementalGroups": [7]},
+    "containerSecurityContext": {"readOnlyRootFilesystem": False},
+}
+DECORATED: Manifest = ALL | {
+    f"{component}.{name}": value
+    for component in COMPONENTS
+    for name, value in (PLACED | EXTRA | OWN_CONTEXTS).items()
+}
+DECORATED |= {f"{name}.updateStrategy.type": "Recreate" for name in COMPONENTS}
+DECORATED |= {f"{name}.updateStrategy.type": "OnDelete" for name in ("storage", "redis")}
+DECORATED |= {f"{name}.podDisruptionBudget.maxUnavailable": 2 for name in BUDGETED}
+
+
+@pytest.fixture
+def decorated(chart: Chart) -> Rendering:
+    """Each option of pods, given to each component."""
+    return chart.render(DECORATED)
+
+
 def workload_of(rendering: Rendering, component: str) -> Manifest:
     name = "vllm-tiny" if component == "modelDefaults" else component
     kind = "StatefulSet" if component in ("storage", "redis") else "Deployment"
     return rendering.get(kind, name)
 
 
-def given(component: str, values: Manifest) -> Manifest:
-    return ALL | {f"{component}.{name}": value for name, value in values.items()}
-
-
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_pods_are_placed_as_told(chart: Chart, component: str) -> None:
-    template = workload_of(chart.render(given(component, PLACED)), component)["spec"]["template"]
+def test_pods_are_placed_as_their_values_say(decorated: Rendering, component: str) -> None:
+    template = workload_of(decorated, component)["spec"]["template"]
     spec, labels = template["spec"], template["metadata"]["labels"]
     for field in set(PLACED) - {"podAnnotations", "podLabels", "topologySpreadConstraints"}:
         assert spec[field] == PLACED[field], field
@@ -63,15 +80,6 @@ def test_pods_are_placed_as_told(chart: Chart, component: str) -> None:
     selected = constraint.pop("labelSelector")["matchLabels"]
     assert constraint == SPREAD
     assert selected.items() <= labels.items(), "a constraint that selects no pods spreads nothing"
-
-
-@pytest.mark.parametrize("component", COMPONENTS)
-def test_by_default_pods_spread_over_nodes_if_they_can(chart: Chart, component: str) -> None:
-    (constraint,) = workload_of(chart.render(ALL), component)["spec"]["template"]["spec"][
-        "topologySpreadConstraints"
-    ]
-    assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
-    assert constraint["topologyKey"] == "kubernetes.io/hostname"
 
 
 def test_a_component_may_say_otherwise_than_all(chart: Chart) -> None:
@@ -90,14 +98,14 @@ def test_a_component_may_say_otherwise_than_all(chart: Chart) -> None:
 def test_a_selector_of_ones_own_stays(chart: Chart) -> None:
     own = SPREAD | {"labelSelector": {"matchLabels": {"a": "b"}}}
     template = workload_of(
-        chart.render(given("lookup", {"topologySpreadConstraints": [own]})), "lookup"
+        chart.render(ALL | {"lookup.topologySpreadConstraints": [own]}), "lookup"
     )["spec"]["template"]
     assert template["spec"]["topologySpreadConstraints"] == [own]
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_containers_get_what_is_extra(chart: Chart, component: str) -> None:
-    spec = workload_of(chart.render(given(component, EXTRA)), component)["spec"]["template"]["spec"]
+def test_containers_get_what_is_extra(decorated: Rendering, component: str) -> None:
+    spec = workload_of(decorated, component)["spec"]["template"]["spec"]
     container = spec["containers"][0]
     assert EXTRA["extraEnv"][0] in container["env"]
     assert EXTRA["extraVolumeMounts"][0] in container["volumeMounts"]
@@ -106,28 +114,24 @@ def test_containers_get_what_is_extra(chart: Chart, component: str) -> None:
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_security_contexts_are_laid_over_the_restricted_ones(chart: Chart, component: str) -> None:
-    own = {
-        "podSecurityContext": {"supplementalGroups": [7]},
-        "containerSecurityContext": {"readOnlyRootFilesystem": False},
-    }
+def test_security_contexts_are_laid_over_the_restricted_ones(
+    chart: Chart, decorated: Rendering, component: str
+) -> None:
     before, after = (
-        workload_of(chart.render(values), component)["spec"]["template"]["spec"]
-        for values in (ALL, given(component, own))
+        workload_of(rendering, component)["spec"]["template"]["spec"]
+        for rendering in (chart.render(ALL), decorated)
     )
-    assert after["securityContext"] == before["securityContext"] | own["podSecurityContext"]
-    for one, other in zip(before["containers"], after["containers"], strict=True):
-        expected = one["securityContext"] | own["containerSecurityContext"]
-        assert other["securityContext"] == expected
+    pod, container = OWN_CONTEXTS.values()
+    assert after["securityContext"] == before["securityContext"] | pod
+    for one, other in zip(before["containers"], after["containers"], strict=False):
+        assert other["securityContext"] == one["securityContext"] | container
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
-def test_pods_are_replaced_as_told(chart: Chart, component: str) -> None:
-    field, kind = ("strategy", "Recreate")
-    if component in ("storage", "redis"):
-        field, kind = ("updateStrategy", "OnDelete")
-    rendering = chart.render(given(component, {"updateStrategy.type": kind}))
-    assert workload_of(rendering, component)["spec"][field] == {"type": kind}
+def test_pods_are_replaced_as_their_values_say(decorated: Rendering, component: str) -> None:
+    is_stateful = component in ("storage", "redis")
+    field, kind = ("updateStrategy", "OnDelete") if is_stateful else ("strategy", "Recreate")
+    assert workload_of(decorated, component)["spec"][field] == {"type": kind}
 
 
 @both_helms
@@ -178,37 +182,31 @@ OWN_VARIABLES = {
 }
 
 
-@pytest.mark.parametrize("component", sorted(OWN_VARIABLES))
-def test_a_variable_of_ones_own_takes_the_place_of_the_charts(chart: Chart, component: str) -> None:
+def test_a_variable_of_ones_own_takes_the_place_of_the_charts(chart: Chart) -> None:
     """Twice the same name is what an API server refuses that Helm 4 applies on."""
-    name = OWN_VARIABLES[component]
+    own = {component: {"name": name, "value": "own"} for component, name in OWN_VARIABLES.items()}
+    values = {f"{component}.extraEnv": [variable] for component, variable in own.items()}
     before = dict(chart.render(ALL).containers())
-    after = dict(
-        chart.render(given(component, {"extraEnv": [{"name": name, "value": "own"}]})).containers()
-    )
-    changed = {where for where in before if before[where] != after[where]}
-    assert [where.rpartition("/")[2] for where in changed] == [
-        "vllm" if component == "modelDefaults" else component
-    ]
-    (where,) = changed
-    assert [one["name"] for one in before[where]["env"]].count(name) == 1, (
-        "it is none of the chart's"
-    )
-    assert [one for one in after[where]["env"] if one["name"] == name] == [
-        {"name": name, "value": "own"}
-    ]
-    assert {one["name"] for one in after[where]["env"]} == {
-        one["name"] for one in before[where]["env"]
+    after = dict(chart.render(ALL | values).containers())
+    changed = {where.rpartition("/")[2]: where for where in before if before[where] != after[where]}
+    assert set(changed) == {"storage", "lookup", "broker", "webhook", "sidecar", "vllm"}
+    for container, where in changed.items():
+        variable = own["modelDefaults" if container == "vllm" else container]
+        names = [one["name"] for one in before[where]["env"]]
+        assert names.count(variable["name"]) == 1, "it is none of the chart's"
+        found = [one for one in after[where]["env"] if one["name"] == variable["name"]]
+        assert found == [variable]
+        assert {one["name"] for one in after[where]["env"]} == set(names)
+
+
+def test_a_digest_wins_everywhere(chart: Chart) -> None:
+    components = (*COMPONENTS, "sidecar", "payload")
+    values = {f"{component}.image.digest": DIGEST for component in components}
+    images = {
+        where: container["image"] for where, container in chart.render(ALL | values).containers()
     }
-
-
-@pytest.mark.parametrize("component", [*COMPONENTS, "sidecar", "payload"])
-def test_a_digest_wins_everywhere(chart: Chart, component: str) -> None:
-    images = [
-        container["image"]
-        for _, container in chart.render(given(component, {"image.digest": DIGEST})).containers()
-    ]
-    assert [image for image in images if image.endswith(f"@{DIGEST}")], component
+    assert len(images) == len(components)
+    assert all(image.endswith(f"@{DIGEST}") for image in images.values()), images
 
 
 def test_pull_secrets_are_every_pods(chart: Chart) -> None:
@@ -238,26 +236,19 @@ def test_a_class_of_priority_is_made_for_all_but_the_models(chart: Chart) -> Non
     ) | {"lookup": "own", "vllm-tiny": None}
 
 
-def test_without_it_priorities_are_the_clusters(chart: Chart) -> None:
-    rendering = chart.render(ALL)
-    assert rendering.of_kind("PriorityClass") == []
-    assert all("priorityClassName" not in pod for _, pod in rendering.pods())
-
-
-@pytest.mark.parametrize("component", ["storage", "lookup", "broker", "webhook", "modelDefaults"])
-def test_each_has_a_budget_that_selects_its_pods(chart: Chart, component: str) -> None:
-    rendering = chart.render(given(component, {"podDisruptionBudget.maxUnavailable": 2}))
-    workload = workload_of(rendering, component)
+@pytest.mark.parametrize("component", BUDGETED)
+def test_each_has_a_budget_that_selects_its_pods(decorated: Rendering, component: str) -> None:
+    workload = workload_of(decorated, component)
     budget = next(
         one
-        for one in rendering.of_kind("PodDisruptionBudget")
+        for one in decorated.of_kind("PodDisruptionBudget")
         if one["metadata"]["name"] == workload["metadata"]["name"]
     )
     assert budget["spec"]["maxUnavailable"] == 2
     assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
     selected = budget["spec"]["selector"]["matchLabels"].items()
     assert selected <= workload["spec"]["template"]["metadata"]["labels"].items()
-    others = [one for one in rendering.workloads() if one is not workload]
+    others = [one for one in decorated.workloads() if one is not workload]
     assert not any(
         selected <= one["spec"]["template"]["metadata"]["labels"].items() for one in others
     )

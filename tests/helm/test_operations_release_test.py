@@ -1,27 +1,22 @@
-"""`helm test`: the pod that it starts, and the same command with the same files against services
-that run.
+"""`helm test`: the pod that it starts, and how its script waits. test_running.py runs the whole
+command on services.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from contextlib import nullcontext
 from http.server import HTTPServer
 from typing import TYPE_CHECKING
 
-import kubernetes_validate
 import pytest
 
 from tests.fixtures.http_server import Handler, running
-from tests.fixtures.tls import Authority
-from tests.helm.conftest import COMPONENT, HELM_FOLDER, MODELS, MUTUAL
-from tests.helm.processes import Cluster
+from tests.helm.conftest import HELM_FOLDER, MODELS, MUTUAL
 from tests.helm.test_cases import CASES, render
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.helm.conftest import Chart, Manifest, Rendering
@@ -75,13 +70,6 @@ def test_no_hook_but_the_test_pod_outlives_the_release(chart: Chart, case: str) 
             assert "hook-succeeded" in policy, one["metadata"]["name"]
 
 
-@pytest.mark.parametrize("version", ["1.29", "1.33", "1.37"])
-@pytest.mark.parametrize("tls", [{}, MUTUAL], ids=["plain", "tls"])
-def test_the_objects_fit_kubernetes(chart: Chart, tls: Manifest, version: str) -> None:
-    for manifest in parts(chart.render(MODELS | tls)):
-        kubernetes_validate.validate(manifest, version, strict=True)
-
-
 @pytest.mark.parametrize("tls", [{}, MUTUAL], ids=["plain", "tls"])
 def test_the_pod_is_restricted_bounded_and_ends(chart: Chart, tls: Manifest) -> None:
     spec = pod_of(chart.render(MODELS | tls))["spec"]
@@ -106,126 +94,8 @@ def test_the_pod_is_restricted_bounded_and_ends(chart: Chart, tls: Manifest) -> 
     assert items == ["sidecar-token"], "it gets no more than it needs"
 
 
-def test_it_reaches_what_it_asks_and_nobody_it(chart: Chart) -> None:
-    """Which ports these are test_network.py knows."""
-    rendering = chart.render(MODELS)
-    policies = [one["spec"] for one in parts(rendering) if one["kind"] == "NetworkPolicy"]
-    (own,) = (
-        spec for spec in policies if spec["podSelector"]["matchLabels"][COMPONENT] == "release-test"
-    )
-    assert own["policyTypes"] == ["Ingress", "Egress"]
-    assert "ingress" not in own
-    labels = pod_of(rendering)["metadata"]["labels"]
-    assert own["podSelector"]["matchLabels"].items() <= labels.items()
-    peers = [rule["from"] for spec in policies for rule in spec.get("ingress", ())]
-    assert all(peer == [{"podSelector": own["podSelector"]}] for peer in peers)
-
-
-def test_its_addresses_are_services(chart: Chart) -> None:
-    rendering = chart.render(MODELS)
-    services = {
-        f"{one['metadata']['name']}.inference.svc": one["spec"]["ports"]
-        for one in rendering.of_kind("Service")
-    }
-    for argument in pod_of(rendering)["spec"]["containers"][0]["args"]:
-        if "://" in argument:
-            host, _, port = argument.split("://")[1].split("/")[0].partition(":")
-            assert int(port) in [one["port"] for one in services[host]], argument
-
-
-def test_it_can_be_left_out(chart: Chart) -> None:
-    assert parts(chart.render({"releaseTest.enabled": False})) == []
-
-
-@pytest.fixture(scope="module", params=["plain", "mutual TLS"])
-def cluster(
-    chart: Chart, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[tuple[Cluster, Rendering, Path]]:
-    """The services of a rendering, which they go by, and their folder."""
-    is_plain = request.param == "plain"
-    rendering = chart.render(MODELS | ({} if is_plain else MUTUAL))
-    folder = tmp_path_factory.mktemp("run")
-    cluster = Cluster(
-        rendering, folder, None if is_plain else Authority(tmp_path_factory.mktemp("authority"))
-    )
-    try:
-        cluster.start_all()
-        yield cluster, rendering, folder
-    finally:
-        cluster.stop()
-
-
-def command_of(rendering: Rendering, cluster: Cluster, folder: Path) -> list[str]:
-    """The pod's command, with this machine's addresses and paths: the script is that of the
-    ConfigMap, secrets those of the sidecar.
-    """
-    (script,) = (
-        one["data"]["release_test.py"] for one in parts(rendering) if one["kind"] == "ConfigMap"
-    )
-    path = folder / "release_test.py"
-    path.write_text(script, encoding="utf-8")
-    container = pod_of(rendering)["spec"]["containers"][0]
-    assert container["command"] == ["python", "/etc/lmcache/release_test.py"]
-    lm_port = json.loads((folder / "storage" / "ports.json").read_bytes())["lm_port"]
-    places = {
-        "cache-lmcache-storage-headless.inference.svc:65432": f"127.0.0.1:{lm_port}",
-        "cache-lmcache-storage.inference.svc:8080": f"127.0.0.1:{cluster.ports['storage']}",
-        "cache-lmcache-lookup.inference.svc:8081": f"127.0.0.1:{cluster.ports['lookup']}",
-        "cache-lmcache-broker.inference.svc:8082": f"127.0.0.1:{cluster.ports['broker']}",
-        "/run/secrets/": f"{folder}/sidecar/run/secrets/",
-    }
-    arguments = "\n".join(container["args"])
-    for given, here in places.items():
-        assert given in arguments
-        arguments = arguments.replace(given, here)
-    return [sys.executable, str(path), *arguments.splitlines()]
-
-
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=TEST_TIMEOUT_S, check=False
-    )
-
-
-def test_a_release_that_works_passes(cluster: tuple[Cluster, Rendering, Path]) -> None:
-    services, rendering, folder = cluster
-    answer = run(command_of(rendering, services, folder))
-    assert answer.returncode == 0, answer.stderr
-    done = [line for line in answer.stdout.splitlines() if line.startswith("ok ")]
-    assert len(done) == len(answer.stdout.splitlines()) == 5
-    held = services.get("storage", "/v1/chunks", "sidecar")
-    assert held["chunks"] == [], "nothing stays"
-
-
-def test_a_token_that_is_wrong_fails(cluster: tuple[Cluster, Rendering, Path]) -> None:
-    services, rendering, folder = cluster
-    wrong = folder / "wrong-token"
-    wrong.write_text("x" * 48, encoding="ascii")
-    command = [
-        f"--token-file={wrong}" if one.startswith("--token-file=") else one
-        for one in command_of(rendering, services, folder)
-    ]
-    answer = run([*command, "--patience-s=0"])
-    assert answer.returncode == 1
-    assert answer.stderr.count("FAILED") == 4, "all but the refusal of who shows none"
-    assert "x" * 48 not in answer.stderr
-
-
-def test_a_service_that_lets_everybody_in_fails(cluster: tuple[Cluster, Rendering, Path]) -> None:
-    """/healthz stands for a service that asks for no token."""
-    services, rendering, folder = cluster
-    command = [
-        one.replace("/v1/instances", "/healthz").replace("/v1/peers", "/v1/none")
-        for one in command_of(rendering, services, folder)
-    ]
-    answer = run([*command, "--patience-s=0"])
-    assert answer.returncode == 1
-    assert "/healthz: guarded: it answers 200 without a token, not 401" in answer.stderr
-    assert "/v1/none: guarded: it answers" in answer.stderr
-
-
 class Guarded(Handler):
-    """Answers whoever shows a token."""
+    """Answers callers that show a token."""
 
     def do_GET(self) -> None:
         self.answer(200 if "Authorization" in self.headers else 401)

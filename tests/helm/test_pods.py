@@ -61,11 +61,6 @@ def test_containers_are_restricted(rendering: Rendering) -> None:
         assert not any("hostPort" in port for port in container.get("ports", [])), name
 
 
-def test_containers_run_as_one_numeric_user(chart: Chart) -> None:
-    for name, container in chart.case("models").containers():
-        assert container["securityContext"]["runAsUser"] == 10001, name
-
-
 def test_the_cluster_may_choose_the_user(chart: Chart) -> None:
     rendering = chart.render({"security.runAsUser": None})
     assert all(

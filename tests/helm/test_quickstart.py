@@ -139,6 +139,6 @@ def test_the_chart_s_dependency_is_built_before_it_is_installed(name: str) -> No
 
 @pytest.mark.parametrize("text", [README, BESIDE], ids=["README", "quickstart"])
 def test_the_webhook_serves_before_a_pod_asks_for_it(text: str) -> None:
-    """Else the pod starts without, and nobody is told."""
+    """Otherwise the pod starts without the cache, silently."""
     waits = text.index("\nkubectl -n my-models rollout status deployment cache-lmcache-webhook\n")
     assert text.index("\nhelm install ") < waits < text.index("\nkubectl -n my-models patch ")

@@ -1,10 +1,12 @@
-"""The services start with the settings and secrets of the chart, let one another in, and nobody
-else; over TLS too.
+"""The services start with the settings and secrets of the chart, let one another in and no
+stranger, over TLS too; and `helm test` passes on them.
 """
 
 from __future__ import annotations
 
 import ssl
+import subprocess
+import sys
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from tests.helm.processes import TIMEOUT_S, Cluster
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest
 
+TEST_TIMEOUT_S = 60
 SERVICES = ("lookup", "broker", "storage", "sidecar")
 VALUES: Manifest = MODELS | {"auth.tenant": "team-a"}
 
@@ -66,7 +69,7 @@ def test_storage_and_sidecar_are_let_in(
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_strangers_are_not(cluster: Cluster, service: str) -> None:
+def test_strangers_are_refused(cluster: Cluster, service: str) -> None:
     path = "/v1/status" if service == "sidecar" else "/v1/stats"
     with pytest.raises(urllib.error.HTTPError) as refusal:
         cluster.get(service, path)
@@ -76,7 +79,7 @@ def test_strangers_are_not(cluster: Cluster, service: str) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_who_shows_no_certificate_is_not_heard(cluster: Cluster, service: str) -> None:
+def test_callers_without_a_certificate_are_refused(cluster: Cluster, service: str) -> None:
     if cluster.scheme == "http":
         assert cluster.get(service, "/healthz") == {"status": "ok"}
         return
@@ -112,3 +115,69 @@ async def test_what_the_sidecar_has_lets_it_fetch_from_the_storage(
                 await client.contains(keys, 10.0)
     finally:
         await client.close()
+
+
+def command_of(cluster: Cluster) -> list[str]:
+    """The pod's command, with this machine's addresses and paths: the script is that of the
+    ConfigMap, secrets those of the sidecar.
+    """
+    data = cluster.rendering.get("ConfigMap", "release-test")["data"]
+    path = cluster.folder / "release_test.py"
+    path.write_text(data["release_test.py"], encoding="utf-8")
+    pod = cluster.rendering.get("Pod", "release-test")
+    container = pod["spec"]["containers"][0]
+    assert container["command"] == ["python", "/etc/lmcache/release_test.py"]
+    places = {
+        "cache-lmcache-storage-headless.inference.svc:65432": (
+            f"127.0.0.1:{cluster.lm_ports['storage']}"
+        ),
+        "cache-lmcache-storage.inference.svc:8080": f"127.0.0.1:{cluster.ports['storage']}",
+        "cache-lmcache-lookup.inference.svc:8081": f"127.0.0.1:{cluster.ports['lookup']}",
+        "cache-lmcache-broker.inference.svc:8082": f"127.0.0.1:{cluster.ports['broker']}",
+        "/run/secrets/": f"{cluster.folder}/sidecar/run/secrets/",
+    }
+    arguments = "\n".join(container["args"])
+    for given, here in places.items():
+        assert given in arguments
+        arguments = arguments.replace(given, here)
+    return [sys.executable, str(path), *arguments.splitlines()]
+
+
+def run_release_test(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TEST_TIMEOUT_S, check=False
+    )
+
+
+def test_a_release_that_works_passes(cluster: Cluster) -> None:
+    answer = run_release_test(command_of(cluster))
+    assert answer.returncode == 0, answer.stderr
+    done = [line for line in answer.stdout.splitlines() if line.startswith("ok ")]
+    assert len(done) == len(answer.stdout.splitlines()) == 5
+    held = cluster.get("storage", "/v1/chunks", "sidecar")
+    assert held["chunks"] == [], "nothing stays"
+
+
+def test_a_token_that_is_wrong_fails(cluster: Cluster) -> None:
+    wrong = cluster.folder / "wrong-token"
+    wrong.write_text("x" * 48, encoding="ascii")
+    command = [
+        f"--token-file={wrong}" if one.startswith("--token-file=") else one
+        for one in command_of(cluster)
+    ]
+    answer = run_release_test([*command, "--patience-s=0"])
+    assert answer.returncode == 1
+    assert answer.stderr.count("FAILED") == 4, "all but the refusal of who shows none"
+    assert "x" * 48 not in answer.stderr
+
+
+def test_a_service_without_authentication_fails(cluster: Cluster) -> None:
+    """/healthz stands for a service that asks for no token."""
+    command = [
+        one.replace("/v1/instances", "/healthz").replace("/v1/peers", "/v1/none")
+        for one in command_of(cluster)
+    ]
+    answer = run_release_test([*command, "--patience-s=0"])
+    assert answer.returncode == 1
+    assert "/healthz: guarded: it answers 200 without a token, not 401" in answer.stderr
+    assert "/v1/none: guarded: it answers" in answer.stderr

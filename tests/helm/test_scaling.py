@@ -17,7 +17,7 @@ from tests.fixtures.http_server import Handler, served
 from tests.helm.conftest import MODEL, MODELS, both_helms
 
 if TYPE_CHECKING:
-    from tests.helm.conftest import Chart, Rendering
+    from tests.helm.conftest import Chart, Manifest, Rendering
 
 SCALED = dict.fromkeys(("lookup", "broker", "vllm-tiny"), "Deployment") | {"storage": "StatefulSet"}
 
@@ -28,43 +28,33 @@ def rendering(chart: Chart) -> Rendering:
     return chart.render(MODELS)
 
 
-@pytest.mark.parametrize("name", sorted(SCALED))
 @both_helms
-def test_replicas_belong_to_whoever_scales(chart: Chart, name: str, helm: str) -> None:
+@pytest.mark.parametrize("number", [None, 0, 3])
+def test_replicas_are_rendered_only_where_they_are_set(
+    chart: Chart, helm: str, number: int | None
+) -> None:
     """Helm 4 applies on the server, where a field that two set to different values is a
     conflict: the upgrade fails.
     """
-    value = "modelDefaults.replicaCount" if name.startswith("vllm") else f"{name}.replicaCount"
-    none = chart.render(MODELS | {value: None}, helm=helm)
-    assert "replicas" not in none.get(SCALED[name], name)["spec"]
-    for number in (0, 3):
-        given = chart.render(MODELS | {value: number}, helm=helm)
-        assert given.get(SCALED[name], name)["spec"]["replicas"] == number
+    owners = ("storage", "lookup", "broker", "modelDefaults")
+    values = {f"{owner}.replicaCount": number for owner in owners}
+    rendering = chart.render(MODELS | values, helm=helm)
+    for name, kind in SCALED.items():
+        assert rendering.get(kind, name)["spec"].get("replicas") == number, name
 
 
-def test_lookup_and_broker_are_two_and_nothing_else_sets_replicas_unless_it_is_told(
-    chart: Chart,
+@pytest.mark.parametrize(
+    ("seconds", "hooks"),
+    [(7, {"lifecycle": {"preStop": {"exec": {"command": ["sleep", "7"]}}}}), (0, {})],
+)
+def test_services_wait_until_no_caller_is_sent_to_them(
+    chart: Chart, seconds: int, hooks: Manifest
 ) -> None:
-    """One lookup, or one broker, would be away for as long as a drained node or a killed pod
-    takes. The bundled Redis has no number either: a person who scales it would own the field.
-    """
-    workloads = chart.render(MODELS).workloads()
-    assert len(workloads) == 5
-    replicas = {
-        one["metadata"]["name"]: one["spec"]["replicas"]
-        for one in workloads
-        if "replicas" in one["spec"]
-    }
-    assert replicas == {"cache-lmcache-lookup": 2, "cache-lmcache-broker": 2}
-
-
-@pytest.mark.parametrize("name", ["storage", "lookup", "broker"])
-def test_services_wait_until_nobody_is_sent_to_them(chart: Chart, name: str) -> None:
-    rendering = chart.render({f"{name}.preStopSeconds": 7})
-    assert rendering.container(name)["lifecycle"] == {
-        "preStop": {"exec": {"command": ["sleep", "7"]}}
-    }
-    assert "lifecycle" not in chart.render({f"{name}.preStopSeconds": 0}).container(name)
+    names = ("storage", "lookup", "broker")
+    rendering = chart.render({f"{name}.preStopSeconds": seconds for name in names})
+    for name in names:
+        container = rendering.container(name)
+        assert {key: container[key] for key in container if key == "lifecycle"} == hooks
 
 
 def test_the_drain_of_a_sidecar_begins_with_the_end_of_its_pod(

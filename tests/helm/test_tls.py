@@ -44,7 +44,7 @@ CA = "/run/secrets/tls/ca.crt"
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_services_find_each_file_that_they_are_told_of_and_no_other(
+def test_services_find_each_file_of_their_settings_and_no_other(
     chart: Chart, kind: str, service: str, tmp_path: Path
 ) -> None:
     rendering = chart.render(KINDS[kind])
@@ -64,9 +64,7 @@ def test_what_is_served_is_encrypted(chart: Chart, service: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("service", ["storage", "sidecar"])
-def test_callers_encrypt_and_know_whom_they_call(
-    chart: Chart, service: str, tmp_path: Path
-) -> None:
+def test_callers_encrypt_and_check_names(chart: Chart, service: str, tmp_path: Path) -> None:
     settings, _ = settings_of(chart.render(KINDS["mutual"]), service, tmp_path)
     assert isinstance(settings, NodeSettings)
     assert str(settings.tls_ca_file) == CA
@@ -190,9 +188,9 @@ def test_certificates_are_for_servers_and_clients(chart: Chart) -> None:
         assert spec["privateKey"]["rotationPolicy"] == "Always"
 
 
-def test_secret_files_do_not_rely_on_who_owns_them(chart: Chart) -> None:
-    """Whether fsGroup reaches a volume depends on the cluster: whoever runs the container reads
-    the files in any case.
+def test_secret_files_do_not_rely_on_their_owner(chart: Chart) -> None:
+    """Whether fsGroup reaches a volume depends on the cluster: any user of the container can read
+    the files.
     """
     for _, pod in chart.render(KINDS["mutual"]).pods():
         for volume in pod["volumes"]:

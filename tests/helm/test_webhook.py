@@ -86,10 +86,6 @@ def credentials_of(pod: Manifest) -> list[Manifest]:
     return sources
 
 
-def test_it_is_off_unless_asked_for(chart: Chart) -> None:
-    assert not [one for one in chart.render().manifests if "webhook" in one["metadata"]["name"]]
-
-
 def test_the_api_server_waits_for_longer_than_a_review_takes(chart: Chart) -> None:
     too_short = int(REVIEW_TIMEOUT_S)
     assert "webhook" in chart.refuse({"webhook.timeoutSeconds": too_short})

@@ -137,7 +137,7 @@ def _unpack(distribution: str, source: Path, tools: list[Tool], directory: Path)
 
 
 def _place(archive: zipfile.ZipFile, tool: Tool, directory: Path) -> None:
-    """Write the binary beside its final place and rename it, so that a parallel run never
+    """Write the binary next to its final place and rename it, so that a parallel run never
     executes half a file.
     """
     with tempfile.NamedTemporaryFile(
