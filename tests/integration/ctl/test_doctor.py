@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,9 +44,30 @@ def in_three_days() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
 
 
-def write(path: Path, **settings: Any) -> Path:
-    path.write_text(yaml.safe_dump(settings))
-    return path
+def diagnosed(folder: Path, settings: Mapping[str, Mapping[str, Any]], code: int = 0) -> Any:
+    """Let the doctor check settings files.
+
+    Args:
+        settings: By the kind of service; what follows a slash names the file.
+    """
+    options = []
+    for name, of_file in settings.items():
+        kind, _, stem = name.partition("/")
+        file = folder / f"{stem or kind}.yaml"
+        texts = {key: str(value) for key, value in of_file.items() if isinstance(value, Path)}
+        file.write_text(yaml.safe_dump({**of_file, **texts}))
+        options.append(f"--check-config={kind}={file}")
+    return Ctl().json("doctor", *options, code=code)
+
+
+def by_file(found: dict[str, Any], check: str) -> dict[str, list[tuple[str, str]]]:
+    """Return the findings of a check, good ones too, by the names of their files."""
+    told: dict[str, list[tuple[str, str]]] = {}
+    for one in found["findings"]:
+        if one["check"] == check:
+            stem = Path(one["where"].split()[1]).stem
+            told.setdefault(stem, []).append((one["level"], one["what"]))
+    return told
 
 
 def test_a_healthy_cluster(cluster: SmallCluster) -> None:
@@ -100,50 +122,34 @@ def test_a_service_of_another_version(cluster: SmallCluster, tmp_path: Path) -> 
     assert "0.0.9: lookup" in what
 
 
-def test_settings_files_are_read_as_their_services_do(
-    cluster: SmallCluster, tmp_path: Path
-) -> None:
-    misspelt = write(tmp_path / "lookup.yaml", redis_ulr="redis://h")
-    contradictory = write(tmp_path / "broker.yaml", host="0.0.0.0")
-    (tmp_path / "service-token").write_text("a-token-0123456789")
-    (tmp_path / "service-token").chmod(0o644)
-    sidecar = write(
-        tmp_path / "sidecar.yaml",
-        arena_path=str(tmp_path / "arena"),
-        arena_gb=60000.0,
-        socket_path="/" + "x" * 120,
-        service_token_file=str(tmp_path / "service-token"),
-        auth_tokens_file="/nowhere/tokens.yaml",
-    )
-    storage = write(
-        tmp_path / "storage.yaml",
-        memory_gb=60000,
-        disk_path=str(tmp_path / "disk"),
-        disk_gb=1000000,
-    )
-    engine = write(tmp_path / "engine.yaml", chunk_size=256, local_cpu=True)
-    kinds = {
-        "lookup": misspelt,
-        "broker": contradictory,
-        "sidecar": sidecar,
-        "storage": storage,
-        "engine": engine,
+def test_settings_files_are_read_as_their_services_do(tmp_path: Path) -> None:
+    token = tmp_path / "service-token"
+    token.write_text("a-token-0123456789")
+    token.chmod(0o644)
+    sidecar = {
+        "arena_path": tmp_path / "arena",
+        "arena_gb": 60000.0,
+        "socket_path": "/" + "x" * 120,
+        "service_token_file": token,
+        "auth_tokens_file": "/nowhere/tokens.yaml",
     }
-    options = [
-        part for kind, path in kinds.items() for part in ("--check-config", f"{kind}={path}")
-    ]
-    found = Ctl().json("doctor", *options, code=1)
+    settings = {
+        "lookup": {"redis_ulr": "redis://h"},
+        "broker": {"host": "0.0.0.0"},
+        "sidecar": sidecar,
+        "storage": {"memory_gb": 60000, "disk_path": tmp_path / "disk", "disk_gb": 1000000},
+        "engine": {"chunk_size": 256, "local_cpu": True},
+    }
+    found = diagnosed(tmp_path, settings, code=1)
     configuration = {where.split()[0]: what for _, where, what in wrong(found, "configuration")}
     assert configuration["lookup"].startswith("redis_ulr: unknown option")
     assert "did you mean 'redis_url'" in configuration["lookup"]
     assert "auth_tokens_file is not set" in configuration["broker"]
     assert "engine" not in configuration
-    assert any("is world-readable (0644)" in what for _, _, what in wrong(found, "files"))
-    assert any(
-        "auth_tokens_file=/nowhere/tokens.yaml" in what
-        for level, _, what in wrong(found, "files")
-        if level == "error"
-    )
+    files = wrong(found, "files")
+    assert any("is world-readable (0644)" in what for _, _, what in files)
+    errors = [what for level, _, what in files if level == "error"]
+    assert any("auth_tokens_file=/nowhere/tokens.yaml" in what for what in errors)
     assert any("arena_gb wants 58.6 TiB" in what for _, _, what in wrong(found, "shared memory"))
     assert "socket_path has 121 bytes" in wrong(found, "socket")[0][2]
     assert "disk_gb wants" in wrong(found, "disk")[0][2]
@@ -154,47 +160,32 @@ def test_settings_files_are_read_as_their_services_do(
 
 def test_certificates_of_settings_files_are_checked(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    good, other, ended = authority.sign("good"), authority.sign("other"), ended_pair(authority)
-    early = early_pair(authority)
-    soon = authority.sign("soon")
+    good, other, soon = (authority.sign(name) for name in ("good", "other", "soon"))
     authority.renew(soon, not_after=in_three_days())
-    pairs = {
-        "good": (good.cert, good.key),
-        "foreign": (good.cert, other.key),
-        "ended": (ended.cert, ended.key),
-        "early": (early.cert, early.key),
-        "soon": (soon.cert, soon.key),
+    ended, early = ended_pair(authority), early_pair(authority)
+
+    def served(cert: Path, key: Path) -> dict[str, Any]:
+        return {"tls_cert_file": cert, "tls_key_file": key, "port": 0}
+
+    client = {"tls_client_cert_file": good.cert, "tls_client_key_file": other.key}
+    remote = {"remote_tls_cert_file": ended.cert, "remote_tls_key_file": ended.key}
+    settings = {
+        "lookup/good": served(good.cert, good.key),
+        "lookup/foreign": served(good.cert, other.key),
+        "lookup/ended": served(ended.cert, ended.key),
+        "lookup/early": served(early.cert, early.key),
+        "lookup/soon": served(soon.cert, soon.key),
+        "sidecar/client": {"arena_path": tmp_path / "arena", "arena_gb": 0.01, **client},
+        "engine": {"remote_url": "lm+tls://h:1", **remote},
     }
-    options = []
-    for name, (cert, key) in pairs.items():
-        file = write(
-            tmp_path / f"{name}.yaml", tls_cert_file=str(cert), tls_key_file=str(key), port=0
-        )
-        options.append(f"--check-config=lookup={file}")
-    client = write(
-        tmp_path / "client.yaml",
-        arena_path=str(tmp_path / "arena"),
-        arena_gb=0.01,
-        tls_client_cert_file=str(good.cert),
-        tls_client_key_file=str(other.key),
-    )
-    remote = {"remote_tls_cert_file": str(ended.cert), "remote_tls_key_file": str(ended.key)}
-    engine = write(tmp_path / "engine.yaml", remote_url="lm+tls://h:1", **remote)
-    found = Ctl().json(
-        "doctor",
-        *options,
-        f"--check-config=sidecar={client}",
-        f"--check-config=engine={engine}",
-        code=1,
-    )
+    found = diagnosed(tmp_path, settings, code=1)
     told = {
         Path(where.split()[1]).stem: (level, what)
         for level, where, what in wrong(found, "certificate")
     }
     assert set(told) == {"foreign", "ended", "early", "soon", "client", "engine"}
-    assert told["foreign"][0] == "error"
+    assert told["foreign"][0] == told["client"][0] == "error"
     assert "key values mismatch; both must be PEM and belong together" in told["foreign"][1]
-    assert told["client"] == ("error", told["client"][1])
     assert told["ended"] == ("error", f"tls_cert_file {ended.cert} ended on 2025-03-01")
     assert told["early"] == ("error", f"tls_cert_file {early.cert} is not valid before 2100-02-01")
     assert told["engine"] == ("error", f"remote_tls_cert_file {ended.cert} ended on 2025-03-01")
@@ -203,170 +194,111 @@ def test_certificates_of_settings_files_are_checked(tmp_path: Path) -> None:
 
 def test_every_file_that_settings_name_is_read(tmp_path: Path) -> None:
     """Authorities also where there is no certificate; and the files of a bucket."""
-    garbage, absent = tmp_path / "garbage.pem", str(tmp_path / "absent")
+    garbage, absent = tmp_path / "garbage.pem", tmp_path / "absent"
     garbage.write_text("not a certificate")
-    sidecar = write(
-        tmp_path / "sidecar.yaml",
-        arena_path=str(tmp_path / "arena"),
-        arena_gb=0.01,
-        tls_ca_file=str(garbage),
-    )
-    storage = write(
-        tmp_path / "storage.yaml",
-        memory_gb=0.01,
-        s3_bucket="kv",
-        s3_ca_file=str(garbage),
-        s3_access_key_file=absent,
-        s3_secret_key_file=absent,
-    )
-    found = Ctl().json(
-        "doctor", f"--check-config=sidecar={sidecar}", f"--check-config=storage={storage}", code=1
-    )
+    bucket = {"s3_ca_file": garbage, "s3_access_key_file": absent, "s3_secret_key_file": absent}
+    settings = {
+        "sidecar": {"arena_path": tmp_path / "arena", "arena_gb": 0.01, "tls_ca_file": garbage},
+        "storage": {"memory_gb": 0.01, "s3_bucket": "kv", **bucket},
+    }
+    found = diagnosed(tmp_path, settings, code=1)
     told = [what for check in ("files", "certificate") for _, _, what in wrong(found, check)]
-    for option in ("tls_ca_file", "s3_ca_file", "s3_access_key_file", "s3_secret_key_file"):
+    for option in ("tls_ca_file", *bucket):
         assert sum(f"{option}=" in what for what in told) == 1, (option, told)
 
 
 def test_a_certificate_that_peers_do_not_trust_is_reported(tmp_path: Path) -> None:
     own, other = Authority(tmp_path), Authority(tmp_path, "other")
     pair = own.sign("pod")
-    told = {}
-    for trusted in (own, other):
-        tls = {
-            "tls_cert_file": str(pair.cert),
-            "tls_key_file": str(pair.key),
-            "tls_ca_file": str(trusted.file),
-        }
-        arena = {"arena_path": str(tmp_path / "arena"), "arena_gb": 0.01}
-        file = write(tmp_path / "sidecar.yaml", **arena, **tls)
-        found = Ctl().json("doctor", f"--check-config=sidecar={file}")
-        told[trusted] = wrong(found, "certificate")
-    assert told[own] == []
-    [(level, _, what)] = told[other]
-    assert level == "warning"
+    arena = {"arena_path": tmp_path / "arena", "arena_gb": 0.01}
+    tls = {"tls_cert_file": pair.cert, "tls_key_file": pair.key}
+    settings = {
+        f"sidecar/{name}": {**arena, **tls, "tls_ca_file": trusted.file}
+        for name, trusted in (("own", own), ("other", other))
+    }
+    [(level, where, what)] = wrong(diagnosed(tmp_path, settings), "certificate")
+    assert (level, Path(where.split()[1]).stem) == ("warning", "other")
     assert what.startswith(f"tls_cert_file {pair.cert} is not trusted by tls_ca_file {other.file}")
 
 
 def test_addresses_that_settings_name_and_that_do_not_answer(
     cluster: SmallCluster, tmp_path: Path
 ) -> None:
-    sidecar = write(
-        tmp_path / "sidecar.yaml",
-        arena_path=str(tmp_path / "arena"),
-        arena_gb=0.01,
-        lookup_url=cluster.services["lookup"].url,
-        broker_url="http://127.0.0.1:9",
-        remote_url=(
-            f"lm://127.0.0.1:{cluster.services['storage-0'].ports['lm_port']},no-such-host.invalid"
-        ),
-    )
-    shared = write(
-        tmp_path / "other.yaml",
-        arena_path=str(tmp_path / "other"),
-        arena_gb=0.01,
-        remote_url=f"file://{tmp_path}/nowhere",
-    )
-    found = Ctl().json(
-        "doctor", "--check-config", f"sidecar={sidecar}", "--check-config", f"sidecar={shared}"
-    )
-    told = [what for level, _, what in wrong(found, "addresses") if level == "warning"]
-    assert len(told) == 3
-    assert told[0] == f"remote_url {tmp_path}/nowhere is not a directory"
-    assert any(what.startswith("broker_url 127.0.0.1:9: Connect call failed") for what in told)
-    assert any(what.startswith("remote_url no-such-host.invalid:65432: ") for what in told)
-    well = [
-        one["what"]
-        for one in found["findings"]
-        if one["check"] == "addresses" and one["level"] == "ok"
-    ]
+    storage = f"127.0.0.1:{cluster.services['storage-0'].ports['lm_port']}"
+    urls = {
+        "lookup_url": cluster.services["lookup"].url,
+        "broker_url": "http://127.0.0.1:9",
+        "remote_url": f"lm://{storage},no-such-host.invalid",
+    }
+    shared = {"remote_url": f"file://{tmp_path}/nowhere"}
+    settings = {
+        "sidecar/one": {"arena_path": tmp_path / "one", "arena_gb": 0.01, **urls},
+        "sidecar/other": {"arena_path": tmp_path / "other", "arena_gb": 0.01, **shared},
+    }
+    found = by_file(diagnosed(tmp_path, settings), "addresses")
+    assert ("warning", f"remote_url {tmp_path}/nowhere is not a directory") in found["other"]
+    one = {what.partition(": ")[0]: level for level, what in found["one"]}
+    assert one["broker_url 127.0.0.1:9"] == "warning"
+    assert one["remote_url no-such-host.invalid:65432"] == "warning"
+    well = [what for level, what in found["one"] if level == "ok"]
     assert [what.split()[0] for what in well] == ["lookup_url", "remote_url"]
 
 
 def test_addresses_of_an_engine(cluster: SmallCluster, tmp_path: Path) -> None:
     """They are tried as a service's are; what is no URL keeps peers from being found."""
     peers = {"lookup_url": cluster.services["lookup"].url, "broker_url": "http://127.0.0.1:9"}
-    files = {
-        "silent": {"remote_url": "redis://127.0.0.1:1", **peers},
-        "wrong": {
-            "local_cpu": True,
-            "lookup_url": "localhost:8081",
-            "broker_url": "http://me:s3cret@h:x",
-            "otlp_endpoint": "h:4318",
-        },
-        "sidecar": {"sidecar_socket": str(cluster.directory / "s.sock")},
-        "alone": {"sidecar_socket": str(tmp_path / "nothing.sock")},
+    unusable = {
+        "lookup_url": "localhost:8081",
+        "broker_url": "http://me:s3cret@h:x",
+        "otlp_endpoint": "h:4318",
     }
-    options = [
-        f"--check-config=engine={write(tmp_path / f'{name}.yaml', **settings)}"
-        for name, settings in files.items()
-    ]
-    text = Ctl().text("doctor", *options, code=1)
-    found = Ctl().json("doctor", *options, code=1)
-    told: dict[str, list[tuple[str, str]]] = {name: [] for name in files}
-    for one in found["findings"]:
-        if one["check"] == "addresses":
-            told[Path(one["where"].split()[1]).stem].append((one["level"], one["what"]))
+    sockets = cluster.directory / "s.sock", tmp_path / "nothing.sock"
+    settings = {
+        "engine/silent": {"remote_url": "redis://127.0.0.1:1", **peers},
+        "engine/wrong": {"local_cpu": True, **unusable},
+        "engine/attached": {"sidecar_socket": sockets[0]},
+        "engine/alone": {"sidecar_socket": sockets[1]},
+    }
+    found = diagnosed(tmp_path, settings, code=1)
+    told = by_file(found, "addresses")
     assert sorted((level, what.partition(":")[0]) for level, what in told["silent"]) == [
         ("ok", "lookup_url 127.0.0.1"),
         ("warning", "broker_url 127.0.0.1"),
         ("warning", "remote_url 127.0.0.1"),
     ]
     assert [level for level, _ in told["wrong"]] == ["error"] * 3
-    assert any(
-        what.startswith("lookup_url='localhost:8081': must be http://host:port")
-        for _, what in told["wrong"]
-    )
-    assert "s3cret" not in text
-    assert told["sidecar"] == [("ok", f"sidecar_socket {cluster.directory / 's.sock'}")]
-    [(level, what)] = told["alone"]
-    assert (level, what) == (
-        "warning",
-        f"sidecar_socket {tmp_path / 'nothing.sock'}: No such file or directory",
-    )
-    assert not [one for one in found["findings"] if one["check"] == "limits"], (
-        "that is what a service needs of its machine"
-    )
+    refused = "lookup_url='localhost:8081': must be http://host:port"
+    assert any(what.startswith(refused) for _, what in told["wrong"])
+    assert "s3cret" not in json.dumps(found)
+    assert told["attached"] == [("ok", f"sidecar_socket {sockets[0]}")]
+    assert told["alone"] == [("warning", f"sidecar_socket {sockets[1]}: No such file or directory")]
+    checks = {one["check"] for one in found["findings"]}
+    assert "limits" not in checks, "that is what a service needs of its machine"
 
 
 def test_places_that_a_service_cannot_or_must_not_use(tmp_path: Path) -> None:
-    (tmp_path / "arena").mkdir()
-    (tmp_path / "arena").chmod(0o777)
-    (tmp_path / "file").write_text("")
-    sidecar = write(
-        tmp_path / "sidecar.yaml",
-        arena_path=str(tmp_path / "arena"),
-        arena_gb=0.01,
-        socket_path=str(tmp_path / "file" / "s.sock"),
-    )
-    storage = write(
-        tmp_path / "storage.yaml", memory_gb=0.01, disk_path=str(tmp_path / "file"), disk_gb=0.01
-    )
-    found = Ctl().json(
-        "doctor",
-        "--check-config",
-        f"sidecar={sidecar}",
-        "--check-config",
-        f"storage={storage}",
-        code=1,
-    )
-    assert any(
-        "is world-writable" in what
-        for level, _, what in wrong(found, "shared memory")
-        if level == "error"
-    )
-    assert wrong(found, "socket")[0][2].endswith(f"{tmp_path / 'file'} is not a directory")
-    assert wrong(found, "disk")[0][2].endswith(f"{tmp_path / 'file'} is not a directory")
-    assert all(one["fix"] for one in found["findings"] if one["level"] in ("error", "warning")), (
-        "each says what to do"
-    )
+    arena, file = tmp_path / "arena", tmp_path / "file"
+    arena.mkdir()
+    arena.chmod(0o777)
+    file.write_text("")
+    settings = {
+        "sidecar": {"arena_path": arena, "arena_gb": 0.01, "socket_path": file / "s.sock"},
+        "storage": {"memory_gb": 0.01, "disk_path": file, "disk_gb": 0.01},
+    }
+    found = diagnosed(tmp_path, settings, code=1)
+    shared = [(level, what) for level, _, what in wrong(found, "shared memory")]
+    assert any(level == "error" and "is world-writable" in what for level, what in shared)
+    for check in ("socket", "disk"):
+        assert wrong(found, check)[0][2].endswith(f"{file} is not a directory")
+    faults = [one for one in found["findings"] if one["level"] in ("error", "warning")]
+    assert all(one["fix"] for one in faults), "each says what to do"
 
 
-@pytest.mark.parametrize("path", ["{}/s.yaml", "{}/" + "x" * 107, "/proc/nowhere/s.sock"])
+@pytest.mark.parametrize("path", ["{}/sidecar.yaml", "{}/" + "x" * 107, "/proc/nowhere/s.sock"])
 def test_a_socket_that_cannot_be_made(tmp_path: Path, path: str) -> None:
-    settings = {"arena_path": str(tmp_path / "arena"), "arena_gb": 0.01}
-    file = write(tmp_path / "s.yaml", socket_path=path.format(tmp_path), **settings)
-    found = Ctl().json("doctor", "--check-config", f"sidecar={file}", code=1)
-    [(level, _, _)] = wrong(found, "socket")
+    arena = {"arena_path": tmp_path / "arena", "arena_gb": 0.01}
+    settings = {"sidecar": {"socket_path": path.format(tmp_path), **arena}}
+    [(level, _, _)] = wrong(diagnosed(tmp_path, settings, code=1), "socket")
     assert level == "error"
 
 
@@ -374,8 +306,8 @@ def test_a_socket_that_cannot_be_made(tmp_path: Path, path: str) -> None:
 def test_a_disk_that_cannot_be_made(tmp_path: Path, path: str) -> None:
     (tmp_path / "file").write_text("")
     disk = path.format(tmp_path)
-    file = write(tmp_path / "s.yaml", disk_path=disk, disk_gb=1, memory_gb=0.01)
-    found = Ctl().json("doctor", "--check-config", f"storage={file}", code=1)
+    settings = {"storage": {"disk_path": disk, "disk_gb": 1, "memory_gb": 0.01}}
+    found = diagnosed(tmp_path, settings, code=1)
     [(level, _, what)] = wrong(found, "disk")
     assert (level, what.startswith(f"disk_path {disk}: ")) == ("error", True)
     [fix] = [one["fix"] for one in found["findings"] if one["fix"] and "disk_path" in one["what"]]
@@ -387,29 +319,24 @@ def test_a_default_directory_that_others_may_enter(tmp_path: Path) -> None:
     run = tmp_path / f"lmcache-{os.getuid()}"
     run.mkdir()
     run.chmod(0o750)
-    arena = {"arena_path": str(tmp_path / "arena"), "arena_gb": 0.01}
-    file = write(tmp_path / "s.yaml", socket_path=str(run / "sidecar.sock"), **arena)
+    arena = {"arena_path": tmp_path / "arena", "arena_gb": 0.01}
     with mock.patch.object(tempfile, "tempdir", str(tmp_path)):
-        found = Ctl().json("doctor", "--check-config", f"sidecar={file}", code=1)
+        settings = {"sidecar": {"socket_path": run / "sidecar.sock", **arena}}
+        found = diagnosed(tmp_path, settings, code=1)
     fault = "is not a directory that belongs to this user and that no other user may enter"
     assert [what for _, _, what in wrong(found, "socket")] == [f"{run} {fault}"]
 
 
 def test_a_socket_of_a_running_sidecar_is_no_fault(cluster: SmallCluster, tmp_path: Path) -> None:
-    path = str(cluster.directory / "s.sock")
-    file = write(tmp_path / "s.yaml", arena_gb=0.01, socket_path=path)
-    found = Ctl().json("doctor", "--check-config", f"sidecar={file}")
-    assert wrong(found, "socket") == []
+    settings = {"sidecar": {"arena_gb": 0.01, "socket_path": cluster.directory / "s.sock"}}
+    assert wrong(diagnosed(tmp_path, settings), "socket") == []
 
 
 def test_an_address_of_another_machine(tmp_path: Path) -> None:
-    file = write(tmp_path / "b.yaml", host="192.0.2.1", allow_anonymous=True)
-    found = Ctl().json("doctor", "--check-config", f"broker={file}")
-    [(level, _, what)] = wrong(found, "addresses")
-    assert (level, what.partition(":")[0]) == (
-        "warning",
-        "192.0.2.1 is not an address of this machine",
-    )
+    settings = {"broker": {"host": "192.0.2.1", "allow_anonymous": True}}
+    [(level, _, what)] = wrong(diagnosed(tmp_path, settings), "addresses")
+    assert level == "warning"
+    assert what.startswith("192.0.2.1 is not an address of this machine:")
 
 
 def test_paths_that_no_file_can_have(tmp_path: Path) -> None:
@@ -417,35 +344,23 @@ def test_paths_that_no_file_can_have(tmp_path: Path) -> None:
     there".
     """
     long = str(tmp_path / ("x" * 300))
-    files = {
+    sidecar = {"arena_path": long, "socket_path": f"{long}/s", "remote_url": f"file://{long}"}
+    remote = {"remote_tls_cert_file": long, "remote_token_file": long}
+    settings = {
         "lookup": {"port": 0, "tls_cert_file": long, "tls_key_file": long},
-        "engine": {
-            "remote_url": "lm+tls://127.0.0.1:9",
-            "remote_tls_cert_file": long,
-            "remote_token_file": long,
-        },
-        "sidecar": {
-            "arena_path": long,
-            "arena_gb": 0.01,
-            "socket_path": f"{long}/s",
-            "remote_url": f"file://{long}",
-        },
+        "engine": {"remote_url": "lm+tls://127.0.0.1:9", **remote},
+        "sidecar": {"arena_gb": 0.01, **sidecar},
         "storage": {"memory_gb": 0.01, "disk_path": long, "disk_gb": 0.01},
     }
-    options = [
-        f"--check-config={kind}={write(tmp_path / f'{kind}.yaml', **settings)}"
-        for kind, settings in files.items()
-    ]
-    found = Ctl().json("doctor", *options, code=1)
-    assert len([what for _, _, what in wrong(found, "files") if "File name too long" in what]) == 4
-    [(level, _, what)] = wrong(found, "disk")
-    assert (level, what) == ("error", f"disk_path {long}: File name too long")
-    assert ("error", f"arena_path {long}: File name too long") in [
-        (level, what) for level, _, what in wrong(found, "shared memory")
-    ]
-    assert f"remote_url {long} is not a directory" in [
-        what for _, _, what in wrong(found, "addresses")
-    ]
+    found = diagnosed(tmp_path, settings, code=1)
+    assert sum("File name too long" in what for _, _, what in wrong(found, "files")) == 4
+    [(_, _, what)] = wrong(found, "disk")
+    assert what == f"disk_path {long}: File name too long"
+    for check, fault in (
+        ("shared memory", f"arena_path {long}: File name too long"),
+        ("addresses", f"remote_url {long} is not a directory"),
+    ):
+        assert fault in [what for _, _, what in wrong(found, check)]
 
 
 def test_the_packages_of_the_services_are_on_no_index(
@@ -480,16 +395,16 @@ def test_a_redis_that_would_lose_the_index(tmp_path: Path) -> None:
         "yes",
     )
     with running_redis_with_password(tmp_path, *arguments) as port:
-        config = write(
-            tmp_path / "lookup.yaml", redis_url=f"redis://:a-pass-0123@127.0.0.1:{port}/0"
-        )
+        config = tmp_path / "lookup.yaml"
+        config.write_text(f"redis_url: redis://:a-pass-0123@127.0.0.1:{port}/0")
         text = Ctl().text("doctor", "--check-config", f"lookup={config}", code=1)
     assert "maxmemory-policy is allkeys-lru" in text
     assert "CONFIG SET maxmemory-policy noeviction" in text
     assert "it writes every change to a disk (appendonly)" in text
     assert "a-pass" not in text
     with running_redis("--maxmemory", "100mb") as server:
-        config = write(tmp_path / "broker.yaml", redis_url=server.url)
+        config = tmp_path / "broker.yaml"
+        config.write_text(f"redis_url: {server.url}")
         assert "0 errors, 0 warnings" in Ctl().text("doctor", "--check-config", f"broker={config}")
         server.pause()
         told = Ctl().text("doctor", "--check-config", f"broker={config}", "--timeout", "1", code=1)
@@ -504,8 +419,7 @@ def test_a_redis_that_sentinels_with_a_password_name(tmp_path: Path) -> None:
         "redis_sentinel_password_file": str(tmp_path / "password"),
     }
     with watched_redis(login=("lookup", "of-the-sentinels")) as watched:
-        config = write(tmp_path / "lookup.yaml", redis_url=watched.url, **login)
-        found = Ctl().json("doctor", "--check-config", f"lookup={config}")
+        found = diagnosed(tmp_path, {"lookup": {"redis_url": watched.url, **login}})
         port = watched.master.port
     [(level, where, _)] = wrong(found, "redis")
     assert level == "warning", "it has no maxmemory"
@@ -655,7 +569,8 @@ def test_objects_of_a_release(tmp_path: Path) -> None:
 
 
 def test_the_allocator_that_vllm_refuses_is_an_error_of_an_engine(tmp_path: Path) -> None:
-    engine = write(tmp_path / "engine.yaml", local_cpu=True)
+    engine = tmp_path / "engine.yaml"
+    engine.write_text("local_cpu: true")
     for conf, code in (("expandable_segments:True", 1), ("expandable_segments:False", 0)):
         ctl = Ctl(environ={"PYTORCH_CUDA_ALLOC_CONF": conf})
         found = ctl.json("doctor", f"--check-config=engine={engine}", code=code)
