@@ -21,7 +21,6 @@ from tests.fixtures.waiting import opened, until
 CHUNKS = [bytes([i]) * 16 for i in range(8)]
 TICKET_KEYS = {"k1": b"k" * 32}
 LEASE_MS = 60_000
-MAX_PULLS = 4
 HOT_PULLS = 3
 
 
@@ -41,7 +40,6 @@ def two_brokers(directory: Path, redis_server: RedisServer) -> Iterator[list[Ser
         # On a busy machine an answer may take longer than the default of 0.2 s.
         "LMCACHE_BROKER_REDIS_TIMEOUT_MS": "3000",
         "LMCACHE_BROKER_TICKET_KEYS_FILE": str(keys),
-        "LMCACHE_BROKER_MAX_PULLS_PER_PEER": str(MAX_PULLS),
         "LMCACHE_BROKER_TICKET_TTL_MS": "60000",
         "LMCACHE_BROKER_HOT_CHUNK_PULLS": str(HOT_PULLS),
     }
@@ -128,6 +126,30 @@ async def test_what_one_broker_hears_the_other_knows(brokers: list[BrokerClient]
     assert (await two.register(peer("b"), load=0.1, ttl_ms=LEASE_MS)).draining
     await two.deregister("a")
     await until(lambda: holds(one, ["b"]))
+
+
+async def test_an_order_to_copy_a_hot_chunk_reaches_its_holder_through_either_broker(
+    brokers: list[BrokerClient], redis_server: RedisServer
+) -> None:
+    one, two = brokers
+    await register(two, "hot-a", "hot-b")
+    await until(lambda: holds(one, ["hot-a", "hot-b"]))
+    for i in range(HOT_PULLS):
+        (pull,) = await one.transfers(f"r{i}", [(CHUNKS[4], ["hot-a"])])
+        await one.done(f"r{i}", [pull.pull])
+    (order,) = (await two.register(peer("hot-a"), load=0.0, ttl_ms=LEASE_MS)).copies
+    assert (order.chunk_id, order.instance) == (CHUNKS[4].hex(), "hot-b")
+    for broker in brokers:
+        lease = await broker.register(peer("hot-a"), load=0.0, ttl_ms=LEASE_MS)
+        assert lease.copies == (), "it is sent once"
+    redis_server.pause()
+    try:
+        for i in range(HOT_PULLS):
+            assert await one.transfers(f"r{i}", [(CHUNKS[5], ["hot-a"])])
+        (order,) = (await one.register(peer("hot-a"), load=0.0, ttl_ms=LEASE_MS)).copies
+        assert order.chunk_id == CHUNKS[5].hex(), "without Redis, by the broker that knows of it"
+    finally:
+        redis_server.resume()
 
 
 @pytest.mark.parametrize("failure", ["pause", "kill"])
