@@ -70,6 +70,31 @@ def kind_command(tmp_path: Path) -> Kind:
     return call
 
 
+def test_up_builds_loads_installs_and_shows_a_hit(kind_command: Kind) -> None:
+    code, output, errors, calls = kind_command("up")
+    assert code == 0, errors
+    order = [
+        "kind create cluster --name lmcache",
+        "docker buildx bake --load cluster-test",
+        "kind load docker-image --name lmcache localhost/lmcache-storage:kind",
+        "kubectl --context kind-lmcache --namespace lmcache create namespace lmcache",
+        f"helm upgrade --install cache helm/lmcache --values {VALUES}",
+        "kubectl --context kind-lmcache --namespace lmcache scale",
+        "kubectl --context kind-lmcache --namespace lmcache rollout status",
+        "kubectl --context kind-lmcache --namespace lmcache exec model-a",
+        "kubectl --context kind-lmcache --namespace lmcache exec model-b",
+    ]
+    places = [next(i for i, call in enumerate(calls) if call.startswith(one)) for one in order]
+    assert places == sorted(places)
+    assert not [call for call in calls if "rollout restart" in call]
+    shown = [line.split() for line in output.splitlines() if line.startswith("model-")]
+    assert shown == [
+        ["model-a", "2431", "0", "of", "4000"],
+        ["model-b", "87", "3840", "of", "4000"],
+    ]
+    assert "port-forward service/cache-lmcache-broker 8082\n  make kind-down\n" in output
+
+
 @pytest.mark.parametrize(
     ("answers", "sentence"),
     [
