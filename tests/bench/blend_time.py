@@ -170,11 +170,7 @@ def table_rows(model: str, num_tokens: int, arms: Sequence[Took]) -> list[tuple[
 
 
 def measure_prompt(
-    run: Run,
-    name: str,
-    model: LlamaForCausalLM,
-    prompt: Prompt,
-    ratios: Sequence[float],
+    run: Run, name: str, model: LlamaForCausalLM, prompt: Prompt, ratios: Sequence[float]
 ) -> list[Took]:
     """Take every way once in each round: a full prefill, and blended ones.
 

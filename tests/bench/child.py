@@ -30,11 +30,7 @@ class Child:
         self._log = log
         output = None if log is None else log.open("ab")
         self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output
         )
         if output is not None:
             output.close()

@@ -96,11 +96,7 @@ def measure_index(
 
 
 def _of_index(
-    where: str,
-    url: str,
-    servers: Sequence[RedisServer],
-    num_chunks: int,
-    plain: redis.Redis | None,
+    where: str, url: str, servers: Sequence[RedisServer], num_chunks: int, plain: redis.Redis | None
 ) -> tuple[list[Row], list[Row]]:
     """Fill an index and read it; return rows of time and of memory.
 

@@ -74,11 +74,7 @@ def engine(shape: Any, options: dict[str, Any]) -> tuple[Any, Arguments]:
             blocks = kwargs["blocks"][starts[0] // shape.block_size : ends[-1] // shape.block_size]
             tensors = [memory_obj.tensor for memory_obj in memory_objs]
             gather_paged_kv_to_cpu(
-                kwargs["layers"],
-                blocks,
-                shape.blocks_per_chunk,
-                layout_hints=HINTS,
-                out=tensors,
+                kwargs["layers"], blocks, shape.blocks_per_chunk, layout_hints=HINTS, out=tensors
             )
 
     config = LMCacheEngineConfig.from_defaults(chunk_size=shape.chunk_size, **options)

@@ -164,11 +164,7 @@ def engines(of: Mapping[str, tuple[Any, ...]], directory: Path) -> Iterator[dict
 
 
 def measure(
-    run: Run,
-    directory: Path,
-    parts: Sequence[str] = (),
-    mib: int = FULL_MIB,
-    rounds: int = ROUNDS,
+    run: Run, directory: Path, parts: Sequence[str] = (), mib: int = FULL_MIB, rounds: int = ROUNDS
 ) -> tuple[Section, str]:
     """Measure everything; takes twenty minutes.
 
@@ -441,10 +437,7 @@ def codec(run: Run, directory: Path, rounds: int) -> list[Row]:
     file = directory / "chunk.pt"
     torch.save(chunk, file)
     options = {"model": str(MODEL_DIR), "chunk": str(file), "calls": CODEC_CALLS}
-    of = {
-        "ours": ("ours-codec", "", options, SMALL),
-        "peer": ("lmcache-codec", "", options, SMALL),
-    }
+    of = {"ours": ("ours-codec", "", options, SMALL), "peer": ("lmcache-codec", "", options, SMALL)}
     calls = ("encode", "decode")
     seconds = run("CacheGen", lambda: _asked(of, directory, calls, rounds))
     return [

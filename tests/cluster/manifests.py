@@ -129,14 +129,8 @@ def plain_deployment(
         "args": arguments,
         "ports": [{"containerPort": 8000}],
         "readinessProbe": {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 5},
-        "resources": {
-            "requests": {"cpu": "200m", "memory": "3Gi"},
-            "limits": {"memory": "4Gi"},
-        },
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "resources": {"requests": {"cpu": "200m", "memory": "3Gi"}, "limits": {"memory": "4Gi"}},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}],
     }
     # As the chart's `shmSize`: vLLM does not start with the 64 MiB that Kubernetes gives.

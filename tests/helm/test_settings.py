@@ -281,11 +281,7 @@ def test_lmcache_clients_have_a_port_and_a_tenant_of_their_own(
 def test_encodings_reach_the_sidecar_and_unknown_ones_are_refused(
     chart: Chart, tmp_path: Path
 ) -> None:
-    encoded = {
-        "disk_serde": "lossless",
-        "remote_serde": "cachegen",
-        "peer_serde": "cachegen:high",
-    }
+    encoded = {"disk_serde": "lossless", "remote_serde": "cachegen", "peer_serde": "cachegen:high"}
     sidecar, _ = settings_of(
         chart.render({"models.tiny": MODEL | {"sidecar": {"config": encoded, "diskSize": "1Gi"}}}),
         "sidecar",

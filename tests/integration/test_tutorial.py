@@ -38,11 +38,7 @@ def test_the_tutorial_prints_what_it_says(tmp_path: Path) -> None:
     (tmp_path / "script").write_text(script)
     with (tmp_path / "output").open("wb") as output, (tmp_path / "errors").open("wb") as errors:
         shell = subprocess.Popen(
-            [
-                "bash",
-                "-eu",
-                "script",
-            ],  # as if typed, but stopping at the first failure
+            ["bash", "-eu", "script"],  # as if typed, but stopping at the first failure
             stdin=subprocess.DEVNULL,
             stdout=output,  # no pipe: services that outlive the shell would hold it open
             stderr=errors,

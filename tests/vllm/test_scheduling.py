@@ -38,9 +38,7 @@ def test_requests_that_are_preempted_and_resumed(world: World) -> None:
     sidecar = world.sidecar()
     asks = [Ask(prompt(23 + i, 380), num_new=200) for i in range(3)]
     few = world.options(
-        lmcache_save_decode_cache=True,
-        num_gpu_blocks_override=12,
-        max_model_len=1024,
+        lmcache_save_decode_cache=True, num_gpu_blocks_override=12, max_model_len=1024
     )
     with running_engine(few) as engine:
         stored = Growth(sidecar)

@@ -261,8 +261,5 @@ class Cluster:
             | caller
             | keys
             | own
-            | {
-                "socket_path": self.socket(name),
-                "arena_path": directory / f"{name}-arena",
-            }
+            | {"socket_path": self.socket(name), "arena_path": directory / f"{name}-arena"}
         )

@@ -29,10 +29,7 @@ def answer(num_cached: int) -> str:
 
 
 def pod(name: str, *, ready: bool = True) -> dict[str, object]:
-    return {
-        "metadata": {"name": name},
-        "status": {"containerStatuses": [{"ready": ready}]},
-    }
+    return {"metadata": {"name": name}, "status": {"containerStatuses": [{"ready": ready}]}}
 
 
 PODS = json.dumps({"items": [pod("model-a"), pod("model-b"), pod("model-c", ready=False)]})

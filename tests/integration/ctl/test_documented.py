@@ -118,10 +118,7 @@ def test_every_command_does_what_is_written(
             ].ports["port"]
         (directory / ".kube").mkdir()
         api.kubeconfig(directory / ".kube" / "config")
-        environ = {
-            "HOME": str(directory),
-            "LMCACHE_CTL_TOKEN_FILE": str(directory / "token"),
-        }
+        environ = {"HOME": str(directory), "LMCACHE_CTL_TOKEN_FILE": str(directory / "token")}
         run = commands()
         assert len(run) > 20
         for words in run:

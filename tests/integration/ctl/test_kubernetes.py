@@ -200,10 +200,7 @@ def test_each_namespace_is_looked_at_by_itself(
     versions = everywhere.text("version")
     assert re.search(r"^ other +lookup +two-lmcache-lookup-7d9f8b6c5-other ", versions, re.M)
     found = everywhere.json("doctor")["findings"]
-    assert {one["where"].partition(", ")[0] for one in found} == {
-        "namespace ns",
-        "namespace other",
-    }
+    assert {one["where"].partition(", ")[0] for one in found} == {"namespace ns", "namespace other"}
     assert len([one for one in found if one["check"] == "versions"]) == 2
     assert everywhere.text("version", "-o", "name").splitlines()[-1] == (
         "lookup/two-lmcache-lookup-7d9f8b6c5-other"

@@ -63,10 +63,7 @@ def smooth_kv() -> KVCaches:
 
 @pytest.mark.parametrize(
     ("serving", "pulling", "is_encoded", "is_exact"),
-    [
-        ("cachegen", "cachegen:low", True, False),
-        ("cachegen", "lossless", False, True),
-    ],
+    [("cachegen", "cachegen:low", True, False), ("cachegen", "lossless", False, True)],
 )
 def test_peers_encode_for_peers_that_decode(
     neighbourhood: Neighbourhood, serving: str, pulling: str, is_encoded: bool, is_exact: bool

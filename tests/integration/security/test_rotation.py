@@ -99,9 +99,7 @@ async def is_refused(lm: LmClient) -> bool:
     return False
 
 
-async def test_an_invalid_token_file_leaves_the_last_valid_one_in_force(
-    restored: Guarded,
-) -> None:
+async def test_an_invalid_token_file_leaves_the_last_valid_one_in_force(restored: Guarded) -> None:
     replace(restored.tokens_file, b"tokens: [{name: x, token: acme-client-0123456789-spoilt")
     for name in REST_NAMES:
         service = restored.services[name]
@@ -109,9 +107,7 @@ async def test_an_invalid_token_file_leaves_the_last_valid_one_in_force(
         assert is_served(restored, name, "acme")
 
 
-async def test_new_certificates_apply_to_new_connections(
-    restored: Guarded,
-) -> None:
+async def test_new_certificates_apply_to_new_connections(restored: Guarded) -> None:
     before = restored.tls
     standing, lm = (
         {name: restored.rest(name, TOKENS["acme"], before) for name in REST_NAMES},

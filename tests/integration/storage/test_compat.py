@@ -133,11 +133,7 @@ async def test_many_clients_at_once_and_bad_ones_among_them(storage: ServiceProc
 
     await asyncio.gather(*(do(i) for do in (work, misbehave) for i in range(NUM_CLIENTS)))
     each = NUM_CLIENTS / 4
-    expected = {
-        '{reason="command"}': each,
-        '{reason="length"}': each,
-        '{reason="short"}': 2 * each,
-    }
+    expected = {'{reason="command"}': each, '{reason="length"}': each, '{reason="short"}': 2 * each}
 
     async def are_all_closed() -> bool:
         return await count_closed(storage) == expected

@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_core.blend import CacheBlendImpl, RotaryEmbedding, SPTBlendRetriever
 from lmcache_core.blend.selection import create_policy
-from lmcache_core.integrations.transformers.blended import (
-    BlendingModel,
-    rope_parameters_of,
-)
+from lmcache_core.integrations.transformers.blended import BlendingModel, rope_parameters_of
 from transformers import LlamaForCausalLM
 
 from tests.fixtures.blend_model import cached, document, full, small_llama, store, text

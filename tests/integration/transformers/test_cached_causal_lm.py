@@ -121,11 +121,7 @@ def test_the_kept_kv_is_that_of_a_prefill(model: LlamaForCausalLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"rms_norm_eps": 1e-5},
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-    ],
+    "options", [{"rms_norm_eps": 1e-5}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}]
 )
 @pytest.mark.parametrize("revision", [None, "main"])
 def test_the_same_weights_with_other_options_never_share(

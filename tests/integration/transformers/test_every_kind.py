@@ -21,9 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 CHUNK: Final = 16
 NOT_BUILT: Final = frozenset(
-    {
-        *("gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "zamba", "zamba2"),
-    }
+    {*("gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "zamba", "zamba2")}
 )
 """Kinds that cannot be built small here. They count neither as right nor as refused."""
 REFUSED: Final = frozenset(

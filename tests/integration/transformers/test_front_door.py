@@ -144,14 +144,7 @@ def test_an_answer_ends_where_the_model_ends_it() -> None:
             assert len(plain.generate(prompt(), 12, eos_token_id=first).tokens) == 1
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        prompt()[None],
-        prompt()[None].numpy(),
-        prompt().tolist(),
-    ],
-)
+@pytest.mark.parametrize("form", [prompt()[None], prompt()[None].numpy(), prompt().tolist()])
 def test_one_prompt_is_taken_as_tokenizers_return_it(
     model: LlamaForCausalLM, form: torch.Tensor | list[int]
 ) -> None:

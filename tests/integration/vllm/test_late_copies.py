@@ -225,11 +225,7 @@ def test_what_vllm_overwrites_before_the_connector_hears_of_it_is_not_stored(
 
 @pytest.mark.parametrize("is_load", [False, True])
 def test_memory_is_unmapped_when_copies_have_ended(
-    module: ModuleType,
-    model: Path,
-    sidecar: RunningSocket,
-    gate: threading.Event,
-    is_load: bool,
+    module: ModuleType, model: Path, sidecar: RunningSocket, gate: threading.Event, is_load: bool
 ) -> None:
     """As vLLM does to sleep. The memory has other contents when it wakes up."""
     with late_engine(module, model, sidecar, Shape(num_blocks=64), Limits(64)) as engine:

@@ -62,10 +62,7 @@ def asked(engine: Engine, relay: LateSocket, tokens: list[int], *expected: str) 
 
 
 def test_no_question_is_asked_in_vain(
-    any_module: ModuleType,
-    model: Path,
-    relay: LateSocket,
-    monkeypatch: pytest.MonkeyPatch,
+    any_module: ModuleType, model: Path, relay: LateSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Otherwise a busy machine delays an answer for so long that it is not waited for.
     monkeypatch.setattr(client_connection, "QUICK_S", PATIENCE_S)

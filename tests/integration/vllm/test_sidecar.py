@@ -17,13 +17,7 @@ from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.neighbourhood import Sidecar, start_sidecar
 from tests.fixtures.processes import Processes
-from tests.fixtures.vllm_engine import (
-    Engine,
-    Limits,
-    Shape,
-    Status,
-    running,
-)
+from tests.fixtures.vllm_engine import Engine, Limits, Shape, Status, running
 from tests.fixtures.vllm_engine.stores import WrappedStore
 from tests.fixtures.vllm_engine.worlds import beside, prompt
 

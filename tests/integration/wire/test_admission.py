@@ -15,15 +15,7 @@ from lmcache_core.wire.client import LmClient
 from lmcache_core.wire.messages import HelloOk
 from lmcache_core.wire.served import ServerLimits
 
-from tests.fixtures.wire import (
-    Arena,
-    MemoryStore,
-    by_token,
-    client_of,
-    connected,
-    keys_of,
-    serving,
-)
+from tests.fixtures.wire import Arena, MemoryStore, by_token, client_of, connected, keys_of, serving
 
 pytestmark = pytest.mark.virtual_time
 
@@ -34,9 +26,7 @@ def one_ticket(ticket: str) -> Ticket:
     return Ticket("k1", "server", "me", "acme", 1 << 50)
 
 
-async def test_refused_clients_do_not_fill_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_refused_clients_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     def refuse(token: str | None) -> Principal:
         raise AuthenticationError("no")
 
