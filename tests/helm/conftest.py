@@ -8,13 +8,15 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.fixtures.exposition import Exposed, scraped_services
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELM_FOLDER = REPOSITORY / "helm"
@@ -206,6 +208,12 @@ def fetch_helms() -> dict[str, Path]:
 def helms() -> dict[str, Path]:
     """The pinned binaries."""
     return fetch_helms()
+
+
+@pytest.fixture(scope="session")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Exposed]]:
+    """What each service shows to Prometheus; all of them are started for it."""
+    return scraped_services(tmp_path_factory.mktemp("scraped"))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from tests.fixtures.exposition import scraped_services
 from tests.helm.conftest import REPOSITORY
 from tests.helm.promql_values import NAME, Series
 from tests.helm.queries import Selected, selectors
@@ -226,15 +225,13 @@ def test_every_alert_is_tried_both_ways() -> None:
 
 
 def test_what_may_happen_once_is_shown_at_0_before(
-    tmp_path_factory: pytest.TempPathFactory,
+    scraped: Mapping[str, dict[str, Exposed]],
 ) -> None:
     """`increase` of a counter that is first seen at 1 is 0: the first, perhaps only, damaged
     chunk would fire no alert.
     """
-    shown: dict[str, Exposed] = {}
     samples: dict[str, list[Mapping[str, str]]] = {}
-    for service in scraped_services(tmp_path_factory.mktemp("first")).values():
-        shown |= service
+    for service in scraped.values():
         for name, metric in service.items():
             samples.setdefault(name, []).extend(metric.samples)
     once = [selected for alert in ALERTS for selected in increases(expression_of(alert))]

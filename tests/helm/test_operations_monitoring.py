@@ -13,13 +13,15 @@ import pytest
 from lmcache_node.collectors import TIER_EVENTS
 from lmcache_webhook.injection.plan import INJECTED
 
-from tests.fixtures.exposition import scraped_services
 from tests.fixtures.fake_vllm import imported_connector
 from tests.helm import extensions
 from tests.helm.conftest import MODEL, MODELS, MONITORING, REPOSITORY, TLS, containers_of
 from tests.helm.queries import selectors, without_variables
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.fixtures.exposition import Exposed as Metric
     from tests.helm.conftest import Chart, Manifest, Rendering
 
 VALUES: Manifest = {
@@ -42,12 +44,12 @@ OF_VLLM = {"vllm:num_requests_running", "vllm:num_requests_waiting"}
 
 
 @pytest.fixture(scope="module")
-def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
+def exposed(scraped: Mapping[str, dict[str, Metric]]) -> Exposed:
     """All metrics of all services, as they are scraped, those of our connector in vLLM, two of
     vLLM itself, and Prometheus' own.
     """
     found: Exposed = {name: set() for name in OF_VLLM | {"up"}}
-    for metrics in scraped_services(tmp_path_factory.mktemp("exposed")).values():
+    for metrics in scraped.values():
         for name, metric in metrics.items():
             for suffix in ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",):
                 found.setdefault(f"{name}{suffix}", set()).update(metric.labels or ())

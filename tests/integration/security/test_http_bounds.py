@@ -8,12 +8,10 @@ import contextlib
 import select
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 from lmcache_core.security.handshakes import MAX_HANDSHAKES
-from lmcache_servicekit import http_protocol, requests
 from lmcache_servicekit.http_protocol import MAX_HEAD_BYTES
 
 from tests.fixtures.guarded_services import Guarded
@@ -130,11 +128,6 @@ def test_many_small_pieces_of_a_body_are_fine(connection: socket.socket) -> None
         + b"0\r\n\r\n"
     )
     assert answer_of(connection).startswith(b"HTTP/1.1 200 ")
-
-
-def test_the_default_bounds() -> None:
-    assert (http_protocol.HEAD_TIMEOUT_S, requests.BODY_TIMEOUT_S) == (10.0, 10.0)
-    assert Path(http_protocol.__file__).name == "http_protocol.py"
 
 
 def test_tls_handshakes_above_the_bound_end_at_once(guarded: Guarded) -> None:
