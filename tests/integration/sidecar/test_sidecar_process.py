@@ -1,4 +1,4 @@
-"""A real sidecar process, real engine processes, and SIGKILL."""
+"""The hook of a pod that is to end, on a real sidecar process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Redis tier when Redis is killed, frozen, full, or found through a sentinel."""
+"""The Redis tier: a full server, one found through a sentinel, large and foreign values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cache_storage as a process: both doors, restarts, SIGKILL, clients that vanish."""
+"""cache_storage as a process: both doors, restarts, SIGKILL."""
 
 from __future__ import annotations
 

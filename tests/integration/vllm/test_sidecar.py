@@ -1,6 +1,4 @@
-"""The connector at a real sidecar process: what it finds, and what becomes of it when the
-sidecar hangs, dies, or comes late.
-"""
+"""The connector at a real sidecar process: what it finds, and a worker that must not take part."""
 
 from __future__ import annotations
 
