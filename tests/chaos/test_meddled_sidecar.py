@@ -43,7 +43,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 @pytest.mark.parametrize(
     ("side", "seed"), [(Side.ANSWERS, 1), (Side.ANSWERS, 2), (Side.REQUESTS, 3)]
 )
-def test_nothing_that_a_peer_says_is_wrong_kv_or_an_error(
+def test_changed_messages_cause_neither_wrong_kv_nor_errors(
     module: ModuleType,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -135,7 +135,7 @@ def test_pods_are_replaced_as_their_values_say(decorated: Rendering, component: 
 
 
 @both_helms
-def test_pod_defaults_are_every_pods_unless_it_says_otherwise(chart: Chart, helm: str) -> None:
+def test_pod_defaults_apply_to_every_pod_without_its_own(chart: Chart, helm: str) -> None:
     """Maps are merged, lists replaced."""
     other = [{"key": "gpu", "operator": "Exists"}]
     values = ALL | {

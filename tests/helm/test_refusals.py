@@ -41,7 +41,7 @@ def test_refused(chart: Chart, told: str, values: Manifest) -> None:
     assert told in chart.refuse(values)
 
 
-def test_every_sentence_of_the_chart_is_told(chart: Chart) -> None:
+def test_every_refusal_of_the_chart_is_tested(chart: Chart) -> None:
     templates = "".join(
         path.read_text(encoding="utf-8")
         for path in (chart.path / "templates").iterdir()
@@ -79,7 +79,7 @@ def test_a_connector_of_ones_own_several_gpus_and_one_node_are_taken(
 
 
 @both_helms
-def test_without_a_registry_one_sentence_says_what_is_missing(chart: Chart, helm: str) -> None:
+def test_without_a_registry_one_sentence_names_it(chart: Chart, helm: str) -> None:
     """Nodes would look for the images at Docker Hub, where they are not."""
     none = {"images.registry": ""}
     answer = chart.template(none, (), helm)

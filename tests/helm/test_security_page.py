@@ -44,7 +44,7 @@ def rules(chart: Chart) -> set[tuple[str, str]]:
     return {pair for rule in found for pair in itertools.product(rule["resources"], rule["verbs"])}
 
 
-def test_the_accounts_may_what_is_said_and_no_more(chart: Chart) -> None:
+def test_accounts_have_the_documented_rights_alone(chart: Chart) -> None:
     said = {
         (kind, verb)
         for verbs, what in re.findall(

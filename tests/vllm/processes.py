@@ -40,7 +40,7 @@ class Service:
         module: Its package, for example `lmcache_sidecar`.
         name: For its files.
         directory: For its files.
-        settings: Of its settings file. Port 0 is taken anew by each start.
+        settings: Of its settings file. Port 0 is another one at each start.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Service:
         self._process.wait(END_TIMEOUT_S)
 
     def freeze(self) -> None:
-        """SIGSTOP: it lives, and answers nobody."""
+        """SIGSTOP: it lives, and answers nothing."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:

@@ -120,7 +120,7 @@ BESIDE_VLLM = {"vllm", "prometheus_client"}
 
 
 def test_only_what_vllm_has_is_imported(world: World) -> None:
-    """In somebody else's image nothing may be needed, or be shadowed, that is not there."""
+    """In another project's image nothing may be needed, or be shadowed, that is not there."""
     world.sidecar()
     ask = Ask(prompt(243, 600))
     root = str(Path(__file__).resolve().parents[2])

@@ -29,7 +29,7 @@ def parsed(words: list[str]) -> Any:
 
 
 def without_its_id(config: Any) -> dict[str, Any]:
-    """Of each configuration the same, but for what vLLM draws anew for each."""
+    """Of each configuration the same, but for what vLLM draws for each."""
     return {name: value for name, value in vars(config).items() if name != "engine_id"}
 
 

@@ -81,7 +81,7 @@ def test_killed_around_a_store(world: World, monkeypatch: pytest.MonkeyPatch) ->
 def test_frozen_in_the_middle(
     world: World, monkeypatch: pytest.MonkeyPatch, message: str, when: str
 ) -> None:
-    """It holds its sockets open and answers nobody: one request waits a bounded time, those
+    """It holds its sockets open and answers nothing: one request waits a bounded time, those
     after it do not wait; later it is back.
     """
     sidecar = world.sidecar()

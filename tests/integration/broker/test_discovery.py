@@ -241,7 +241,7 @@ async def test_a_pod_shows_the_token_of_its_service_account(
     await api.close()
 
 
-async def test_without_a_cluster_the_start_says_what_to_set() -> None:
+async def test_without_a_cluster_the_start_names_the_options() -> None:
     for options, fix in (
         ({}, "kubernetes_namespace is not set"),
         ({"kubernetes_namespace": "ns"}, "kubernetes_api_url"),

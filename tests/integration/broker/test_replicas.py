@@ -111,7 +111,9 @@ async def holds(broker: BrokerClient, expected: list[str]) -> bool:
     return [found.id for found in await broker.peers()] == expected
 
 
-async def test_what_one_broker_hears_the_other_knows(brokers: list[BrokerClient]) -> None:
+async def test_registrations_at_one_broker_are_known_at_the_other(
+    brokers: list[BrokerClient],
+) -> None:
     one, two = brokers
     await register(one, "a")
     await register(two, "b")

@@ -64,7 +64,7 @@ def prompt() -> str:
     return " ".join(str(token) for token in tokens_of(NUM_CHUNKS * CHUNK_SIZE).tolist())
 
 
-def test_a_prompt_is_pinned_listed_and_let_go(ctl: Ctl) -> None:
+def test_a_prompt_is_pinned_listed_and_released(ctl: Ctl) -> None:
     table = ctl.text("pin", "--tokens", "-", "--ttl", "60", stdin=prompt())
     assert f"{NUM_CHUNKS} of these" in table
     [listed] = ctl.json("pin")

@@ -100,7 +100,7 @@ def without_token(cluster: SmallCluster, **environ: str) -> Ctl:
     )
 
 
-def test_health_needs_no_token_and_what_needs_one_is_said(cluster: SmallCluster) -> None:
+def test_health_needs_no_token_and_the_rest_names_it(cluster: SmallCluster) -> None:
     ctl = without_token(cluster)
     found = ctl.json("status")
     assert [(one["state"], one["problem"], one["needs_token"]) for one in found["services"]] == [
@@ -128,7 +128,7 @@ def test_versions_of_all_and_of_none(cluster: SmallCluster) -> None:
     assert "cannot connect" in Ctl(["--lookup-url=http://127.0.0.1:9"]).text("version")
 
 
-def test_a_command_that_needs_a_token_says_how_it_is_given(cluster: SmallCluster) -> None:
+def test_a_command_without_its_token_names_the_options(cluster: SmallCluster) -> None:
     told = without_token(cluster).text("lookup", "status", code=1)
     assert "it requires a token: give one with --token-file FILE or LMCACHE_CTL_TOKEN" in told
 

@@ -44,7 +44,7 @@ def rows_of(output: str) -> list[list[str]]:
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_every_step_is_as_said(tmp_path: Path) -> None:
+def test_every_step_is_as_documented(tmp_path: Path) -> None:
     """With Redis, as found on PATH."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "redis-server").symlink_to(redis_executable())

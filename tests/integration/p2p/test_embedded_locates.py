@@ -70,7 +70,7 @@ async def announce(lookup_url: str, holder: str) -> None:
 
 
 @pytest.mark.parametrize("is_announced", [False, True])
-async def test_lookup_tells_where_a_chunk_is(tmp_path: Path, is_announced: bool) -> None:
+async def test_chunks_are_found_where_lookup_lists_them(tmp_path: Path, is_announced: bool) -> None:
     with running_service("lmcache_lookup", tmp_path, {"LMCACHE_LOOKUP_PORT": "0"}) as lookup:
         async with AsyncExitStack() as exits, storages(exits) as url:
             if is_announced:

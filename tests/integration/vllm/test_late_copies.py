@@ -191,7 +191,7 @@ def test_what_was_copied_from_overwritten_blocks_is_not_published(
     ],
     ids=["preempted", "before a window", "state"],
 )
-def test_what_vllm_overwrites_before_the_connector_hears_of_it_is_not_stored(
+def test_blocks_overwritten_before_the_connector_is_told_are_not_stored(
     module: ModuleType,
     model: Path,
     sidecar: RunningSocket,

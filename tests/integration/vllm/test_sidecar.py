@@ -38,13 +38,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    """For tests that stop and kill."""
-    with Processes(tmp_path, quiet_environment(PYTHONPATH=str(ROOT))) as owner:
-        yield owner
-
-
-@pytest.fixture
 def own_model(model: Path, request: pytest.FixtureRequest) -> Path:
     """A model whose KV no other test has stored."""
     (model / "model.safetensors").write_text(request.node.nodeid)

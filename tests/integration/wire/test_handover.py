@@ -104,7 +104,7 @@ async def test_without_room_nothing_is_evicted_unless_allowed() -> None:
         assert await client.hand_over([chunk_of("a", "acme")], may_evict=True) == [True]
 
 
-async def test_a_server_hears_which_chunks_of_any_tenant_stay() -> None:
+async def test_a_server_is_answered_which_chunks_of_any_tenant_stay() -> None:
     store, keys = TakingStore(), [make_key("a", "acme"), make_key("b", "acme")]
     async with serving(store) as server, giver(server, "storage") as client:
         assert await client.hand_over(
