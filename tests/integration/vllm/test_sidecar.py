@@ -17,7 +17,7 @@ from tests.fixtures.neighbourhood import Sidecar, start_sidecar
 from tests.fixtures.processes import Processes
 from tests.fixtures.vllm_engine import Engine, Limits, Shape, Status, running
 from tests.fixtures.vllm_engine.stores import WrappedStore
-from tests.fixtures.vllm_engine.worlds import beside, prompt
+from tests.fixtures.vllm_engine.worlds import prompt, with_sidecar
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -96,7 +96,7 @@ from tests.fixtures.fake_vllm import imported_connector
 
 with imported_connector() as module:
     loaded = set(sys.modules)
-    with running(module, make_model(Path(directory)), beside(socket)) as engine:
+    with running(module, make_model(Path(directory)), with_sidecar(socket)) as engine:
         for _ in range(2):
             hit = engine.ask(prompt(1, 43))
             engine.forget()
