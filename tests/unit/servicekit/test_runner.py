@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import resource
@@ -239,12 +240,19 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, number: int) -> None:
 
 
 def test_json_lines() -> None:
-    record = logging.LogRecord("x", logging.WARNING, "f", 1, "a %s", ("b\n",), None)
-    line = JsonFormatter().format(record)
+    text = "100%% %s: peer=%s status=%d took_s=%.2f level=%s ratio=%f"
+    values = ("b\n", None, 200, 0.125, "x", math.inf)
+    line = JsonFormatter().format(
+        logging.LogRecord("x", logging.WARNING, "f", 1, text, values, None)
+    )
     assert "\n" not in line
     assert json.loads(line) == {
         "time": json.loads(line)["time"],
         "level": "warning",
         "logger": "x",
-        "message": "a b\n",
+        "message": text % values,
+        "peer": None,
+        "status": 200,
+        "took_s": 0.125,
+        "ratio": "inf",
     }

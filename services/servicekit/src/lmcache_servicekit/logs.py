@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
+from math import isfinite
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
@@ -24,6 +26,8 @@ from lmcache_servicekit.problems import failures
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+_FIELD: Final = re.compile(r"(?:\b(?P<name>\w+)=)?%[-+ #0]*\d*(?:\.\d+)?(?P<kind>[a-zA-Z%])")
+"""A place for an argument in the text of a message."""
 _TEXT_FORMAT: Final = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 _HTTP_SERVER: Final = "uvicorn.error"
@@ -35,14 +39,14 @@ CALLER_WARNING_INTERVAL_S: Final = 60.0
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line, with `time` in UTC, `level`, `logger`, `message`, and `request_id`
-    and `error` if there are any.
+    """One JSON object per line: `time` in UTC, `level`, `logger`, `message`; `request_id` and
+    `error` if there are any; and what the message says as `name=value`, under its names.
     """
 
     @override
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line = {
+        line: dict[str, object] = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -52,7 +56,23 @@ class JsonFormatter(logging.Formatter):
             line["request_id"] = request_id
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return json.dumps(_values(record) | line, ensure_ascii=False)
+
+
+def _values(record: logging.LogRecord) -> dict[str, object]:
+    """Return the arguments of a message by the names that it gives them."""
+    if not isinstance(record.args, tuple):
+        return {}
+    fields = [match["name"] for match in _FIELD.finditer(str(record.msg)) if match["kind"] != "%"]
+    return {
+        name: value if value is None or _is_number(value) else str(value)
+        for name, value in zip(fields, record.args, strict=False)
+        if name
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and isfinite(value)
 
 
 class TextFormatter(logging.Formatter):
