@@ -47,6 +47,17 @@ def client_of(
     return opened(LookupClient(service.url, token, timeout_s=60))
 
 
+@pytest.mark.parametrize("service", ["embedded"], indirect=True)
+def test_head_is_answered_as_get_without_the_body(service: ServiceProcess) -> None:
+    with httpx.Client(base_url=service.url, trust_env=False, timeout=60) as client:
+        for path in ("/healthz", "/readyz", "/metrics", "/openapi.json", "/"):
+            whole, head = client.get(path), client.head(path)
+            assert (whole.status_code, head.status_code, head.content) == (200, 200, b"")
+            assert head.headers["content-type"] == whole.headers["content-type"]
+        assert (client.head("/v1/lookup").status_code, client.head("/x").status_code) == (405, 404)
+        assert 'method="HEAD",route="/healthz",status="200"' in client.get("/metrics").text
+
+
 class Instance:
     """Holds chunks and reports them."""
 

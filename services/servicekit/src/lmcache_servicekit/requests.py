@@ -54,7 +54,8 @@ _UNTRACED: Final = frozenset({"/healthz", "/readyz", "/metrics"})
 
 class RequestMiddleware:
     """Takes `X-Request-Id` and `traceparent` from a request, or generates an id, and returns the id
-    with the response; traces, counts and audits the request.
+    with the response; traces, counts and audits the request. HEAD is answered as GET, by the HTTP
+    server without the body.
 
     Args:
         state: Has the registry, and the tracer once the app runs.
@@ -85,6 +86,8 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         came = self._came_with(scope)
+        # The server looks at the method of its own scope when it leaves out the body.
+        asked = scope | {"method": "GET"} if scope["method"] == "HEAD" else scope
         # Other path segments written by callers may be secret.
         begin = _BEGIN.match(scope["path"])
         name = f"{scope['method']} {begin[0] if begin else UNMATCHED}"
@@ -102,7 +105,7 @@ class RequestMiddleware:
         tracer = None if scope["path"] in _UNTRACED else self._state.tracer
         with working_for(name, came, tracer):
             try:
-                await self._app(scope, receive, watch)
+                await self._app(asked, receive, watch)
             except asyncio.CancelledError:
                 # Nothing else cancels requests; raised, it would be logged with its traceback.
                 logger.warning("request not answered in time, the process ends: request=%s", name)
@@ -110,8 +113,9 @@ class RequestMiddleware:
                     response = problem_response(503, "Service Unavailable", headers=_CLOSE)
                     await response(scope, receive, watch)
             finally:
-                end_audit(scope, self._service, self._state.settings.instance_id, status)
-                self._count(scope, status, time.perf_counter() - started)
+                end_audit(asked, self._service, self._state.settings.instance_id, status)
+                route = asked.get("route")
+                self._count(scope["method"], route, status, time.perf_counter() - started)
 
     def _came_with(self, scope: Scope) -> Carried:
         """Return the caller's context, without malformed parts; always with an id."""
@@ -125,13 +129,13 @@ class RequestMiddleware:
         )
         return Carried(request_id or self._ids.next(), traceparent)
 
-    def _count(self, scope: Scope, status: int, elapsed_s: float) -> None:
+    def _count(self, method: str, route: object, status: int, elapsed_s: float) -> None:
         # Labels are bounded: a route's template instead of a path, known methods only.
-        method = scope["method"] if scope["method"] in _METHODS else "other"
-        path = getattr(scope.get("route"), "path", None)
-        route = path if isinstance(path, str) else UNMATCHED
-        self._requests.labels(method, route, str(status)).inc()
-        self._duration.labels(method, route).observe(elapsed_s)
+        method = method if method in _METHODS else "other"
+        path = getattr(route, "path", None)
+        place = path if isinstance(path, str) else UNMATCHED
+        self._requests.labels(method, place, str(status)).inc()
+        self._duration.labels(method, place).observe(elapsed_s)
 
 
 class BodyLimitMiddleware:
