@@ -174,7 +174,19 @@ async def test_wrong_method_is_answered_with_the_allowed_ones() -> None:
         response = await client.post("/v1/others/1")
         assert (response.status_code, response.headers["allow"]) == (405, "DELETE, GET, PUT")
         assert response.headers["content-type"] == "application/problem+json"
+        assert response.json()["detail"] == "here is only DELETE, GET, PUT"
         assert (await client.post("/healthz")).headers["allow"] == "GET"
+
+
+async def test_an_unknown_path_is_answered_with_the_nearest_one() -> None:
+    async with asgi_client(create_app(SampleSettings())) as client:
+        details = {
+            path: (await client.get(path)).json()["detail"]
+            for path in ("/healthy", "/hunter2", "/healthz" * 99)
+        }
+    everywhere = "/openapi.json lists all paths"
+    assert details["/healthy"] == f"the nearest path is /healthz; {everywhere}"
+    assert details["/hunter2"] == details["/healthz" * 99] == everywhere
 
 
 async def test_an_unknown_query_parameter_is_refused_after_the_caller_was_let_in(

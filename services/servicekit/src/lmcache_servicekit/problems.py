@@ -5,6 +5,7 @@ Source: RFC 9457, section 3 (members of a problem details object).
 
 from __future__ import annotations
 
+import difflib
 import http
 import logging
 import math
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 MEDIA_TYPE: Final = "application/problem+json"
 MAX_SHOWN_ERRORS: Final = 16
+MAX_COMPARED_PATH: Final = 100
+"""Longest path, in characters, for which the nearest one is looked for."""
 _DESCRIBED: Final = ConfigDict(use_attribute_docstrings=True)
 _TYPE_PREFIX: Final = "urn:lmcache:problem:"
 
@@ -251,7 +254,18 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
             )
         ]
         headers = {**(headers or {}), "Allow": ", ".join(allowed)}
+        detail = f"here is only {', '.join(allowed)}"
+    elif error.status_code == 404 and detail is None:
+        detail = f"{_nearest_path(request)}/openapi.json lists all paths"
     return problem_response(error.status_code, title, detail=detail, headers=headers)
+
+
+def _nearest_path(request: Request) -> str:
+    """Return the beginning of a sentence; only our own paths are named, which are public."""
+    path = request.scope["path"]
+    known = [str(getattr(route, "path", "")) for route in request.app.routes]
+    near = difflib.get_close_matches(path, known, n=1) if len(path) <= MAX_COMPARED_PATH else []
+    return f"the nearest path is {near[0]}; " if near else ""
 
 
 async def _on_lost_client(request: Request, error: Exception) -> JSONResponse:
