@@ -263,7 +263,7 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
 def _nearest_path(request: Request) -> str:
     """Return the beginning of a sentence; only our own paths are named, which are public."""
     path = request.scope["path"]
-    known = [str(getattr(route, "path", "")) for route in request.app.routes]
+    known = request.app.openapi()["paths"]
     near = difflib.get_close_matches(path, known, n=1) if len(path) <= MAX_COMPARED_PATH else []
     return f"the nearest path is {near[0]}; " if near else ""
 
