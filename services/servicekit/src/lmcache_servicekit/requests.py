@@ -87,7 +87,7 @@ class RequestMiddleware:
             return
         came = self._came_with(scope)
         # The server looks at the method of its own scope when it leaves out the body.
-        asked = scope | {"method": "GET"} if scope["method"] == "HEAD" else scope
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         # Other path segments written by callers may be secret.
         begin = _BEGIN.match(scope["path"])
         name = f"{scope['method']} {begin[0] if begin else UNMATCHED}"
