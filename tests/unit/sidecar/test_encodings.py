@@ -91,7 +91,7 @@ async def test_each_tier_encodes_as_configured(tmp_path: Path, tier: str, serde:
     assert (
         value_of(metrics, "lmcache_codec_decoded_bytes_total", family) == figures["decoded_bytes"]
     )
-    assert value_of(metrics, "lmcache_codec_decode_microseconds_total", family) > 0
+    assert 0 < value_of(metrics, "lmcache_codec_decode_seconds_total", family) < 3600
     errors = re.findall(
         r'^lmcache_codec_worst_rms_relative_error{profile="(\S+)"} (\S+)$', metrics, re.MULTILINE
     )

@@ -105,16 +105,18 @@ class CounterCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield a family for each counter; counters without labels and known label values appear
-        from the start.
+        from the start. Counters are integers: `..._microseconds_total` is exported in seconds.
         """
         counted = self.counters.snapshot()
         for name, (text, label_name, known) in self.described.items():
-            family = CounterMetricFamily(name, text, labels=[label_name] if label_name else [])
+            exported = name.replace("_microseconds_", "_seconds_")
+            unit = 1 if exported == name else 1e6
+            family = CounterMetricFamily(exported, text, labels=[label_name] if label_name else [])
             shown = dict.fromkeys(known if label_name else ("",), 0) | {
                 label: value for (of, label), value in counted.items() if of == name
             }
             for label, value in shown.items():
-                family.add_metric([label] if label_name else [], value)
+                family.add_metric([label] if label_name else [], value / unit)
             yield family
 
 
