@@ -113,6 +113,9 @@ def test_an_unavailable_tier_is_a_miss(model: LlamaForCausalLM, tmp_path: Path) 
         ({"disk": "/tmp/d", "sidecar": "/tmp/s"}, "the tiers are the sidecar's"),
         ({"disk": 5}, "disk=5: must be a directory"),
         ({"chunk_sizes": 1}, "did you mean 'chunk_size'?"),
+        ({"dsik": "/tmp/d"}, "open has no option 'dsik'; did you mean 'disk'?"),
+        ({"disk": __file__}, "is no directory and cannot be made one: File exists"),
+        ({"disk": "/proc/x"}, "disk='/proc/x': is no directory and cannot be made one"),
         ({"local_disk": "/tmp/d"}, "local_disk='/tmp/d': open calls it disk"),
         ({"enable_blending": True}, "blending needs a separator"),
         ({"enable_blending": True, "separator": [VOCAB]}, f"separator has the token id {VOCAB}"),
@@ -144,12 +147,34 @@ def test_an_answer_ends_where_the_model_ends_it() -> None:
             assert len(plain.generate(prompt(), 12, eos_token_id=first).tokens) == 1
 
 
-@pytest.mark.parametrize("form", [prompt()[None], prompt()[None].numpy(), prompt().tolist()])
+@pytest.mark.parametrize(
+    "form",
+    [
+        prompt()[None],
+        prompt()[None].numpy(),
+        prompt().tolist(),
+        {"input_ids": prompt()[None], "attention_mask": torch.ones(1, 70)},
+    ],
+)
 def test_one_prompt_is_taken_as_tokenizers_return_it(
     model: LlamaForCausalLM, form: torch.Tensor | list[int]
 ) -> None:
     plain = CachedCausalLM(model, None)
     assert plain.generate(form, 8).tokens == plain.generate(prompt(), 8).tokens
+
+
+def test_the_models_own_generate_takes_the_loaded_kv(model: LlamaForCausalLM) -> None:
+    with lmcache_core.open(model, name="org/model", **SMALL) as cache:
+        want = cache.generate(prompt(), 8).tokens
+        kv, num_reused = cache.load(prompt())
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        whole = model.generate(prompt()[None], past_key_values=kv, **options)
+        assert num_reused > 0
+        assert whole[0, len(prompt()) :].tolist() == want
+        with pytest.raises(TypeError, match="generate has no temperature, top_p: it is greedy"):
+            cache.generate(prompt(), 8, temperature=0.5, top_p=0.9)
+    with pytest.raises(RuntimeError, match="closed; open it again"):
+        cache.generate(prompt(), 8)
 
 
 @pytest.mark.parametrize("options", [{"name": 7}, {"separator": "</s>", "enable_blending": True}])

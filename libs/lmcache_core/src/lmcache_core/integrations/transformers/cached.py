@@ -78,6 +78,7 @@ class CachedCausalLM:
         self._model = model
         self._engine = engine
         self._owns_engine = owns_engine
+        self._is_closed = False
         self._watched = watched
         self._looks: WeakKeyDictionary[DynamicCache, _Look | None] = WeakKeyDictionary()
         self._last_reason = ""
@@ -97,6 +98,7 @@ class CachedCausalLM:
 
     def close(self) -> None:
         """Release what blending needs, and close the engine if it is owned. Idempotent."""
+        self._is_closed = True
         try:
             if self._blender is not None:
                 self._blender.close()
@@ -151,27 +153,36 @@ class CachedCausalLM:
 
     def generate(
         self,
-        input_ids: torch.Tensor | Sequence[Any],
+        input_ids: torch.Tensor | Sequence[Any] | Mapping[str, Any],
         max_new_tokens: int,
         eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
+        **others: object,
     ) -> Generation:
-        """Generate greedily, reusing the prompt's cached KV and storing the rest.
+        """Generate greedily, reusing the prompt's cached KV and storing the rest. To sample, give
+        the KV that `load` returns to the model's own `generate`, as `past_key_values`.
 
         With `save_decode_cache`, the KV of the generated tokens is also stored, so that a prompt
         that continues the answer reuses both.
 
         Args:
             input_ids: One prompt of at least one token, as a tokenizer returns it: a tensor on any
-                device or a list, `[num_tokens]` or `[1, num_tokens]`.
+                device or a list, `[num_tokens]` or `[1, num_tokens]`, or a mapping with
+                `input_ids`.
             max_new_tokens: Largest number of tokens to generate, at least 1.
             eos_token_id: Token, or tokens, that end the generation; by default those of the model's
                 generation config. An empty sequence: none.
 
         Raises:
+            RuntimeError: It was closed.
             TypeError: The prompt or `eos_token_id` is not token ids, or `max_new_tokens` not an
-                integer.
+                integer; or there are other arguments.
             ValueError: The prompt is empty, or there are several; or `max_new_tokens` is below 1.
         """
+        if others:
+            raise TypeError(
+                f"generate has no {', '.join(others)}: it is greedy; to sample, give the KV of load"
+                " to the model's own generate, as past_key_values"
+            )
         if not isinstance(max_new_tokens, SupportsIndex):
             raise TypeError(f"max_new_tokens={max_new_tokens!r}: must be an integer of at least 1")
         if max_new_tokens < 1:
@@ -360,8 +371,14 @@ class CachedCausalLM:
         # Tensors and numpy's numbers, too: generation compares with plain integers.
         return frozenset(_token_ids("eos_token_id", eos_token_id).flatten().tolist())
 
-    def _as_prompt(self, input_ids: torch.Tensor | Sequence[Any]) -> torch.Tensor:
+    def _as_prompt(
+        self, input_ids: torch.Tensor | Sequence[Any] | Mapping[str, Any]
+    ) -> torch.Tensor:
         """Return one prompt as `[num_tokens]` on the model's device."""
+        if self._is_closed:
+            raise RuntimeError("the cache was closed; open it again")
+        if isinstance(input_ids, Mapping) and "input_ids" in input_ids:
+            input_ids = input_ids["input_ids"]
         ndim = getattr(input_ids, "ndim", None)
         if ndim is None and (
             isinstance(input_ids, str | bytes | Mapping) or not isinstance(input_ids, Iterable)

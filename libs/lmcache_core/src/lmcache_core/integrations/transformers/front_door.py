@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lmcache_core.config import LMCacheEngineConfig
-from lmcache_core.config.options import shown
+from lmcache_core.config import OPTIONS, LMCacheEngineConfig
+from lmcache_core.config.options import did_you_mean, directory_of_url, shown
 from lmcache_core.config.sources import DEFAULT_DISK_GB
 from lmcache_core.engine.engine import create_engine
 from lmcache_core.errors import ConfigError
@@ -29,6 +30,7 @@ _OWN_NAMES = MappingProxyType(
     }
 )
 """Options of the engine that `open` has a parameter for."""
+_PARAMETERS = (*_OWN_NAMES.values(), "name", "separator")
 
 
 def open(
@@ -74,9 +76,7 @@ def open(
     if not isinstance(name, str | None):
         raise TypeError(f"name={shown(name)}: must be a string, or none")
     separator = options.pop("separator", None)
-    for option, parameter in _OWN_NAMES.items():
-        if option in options:
-            raise ConfigError(f"{option}={shown(options[option])}: open calls it {parameter}")
+    _check_names(options)
     if disk is not None:
         options |= {"local_disk": _directory_url(disk), "max_local_disk_size": disk_gb}
     try:
@@ -88,6 +88,8 @@ def open(
         )
     except ConfigError as exc:
         raise ConfigError(_in_own_names(str(exc))) from exc
+    if config.local_disk is not None:
+        _make_directory(config.local_disk, disk)
     name = name or _name_of(model)
     watched = WatchedModel(model, name)
     known = watched.known()
@@ -98,6 +100,25 @@ def open(
     except BaseException:
         engine.close()
         raise
+
+
+def _check_names(options: Mapping[str, object]) -> None:
+    known = [*dict.fromkeys((*_PARAMETERS, *(OPTIONS.keys() - _OWN_NAMES.keys())))]
+    for option, value in options.items():
+        if option in _OWN_NAMES:
+            raise ConfigError(f"{option}={shown(value)}: open calls it {_OWN_NAMES[option]}")
+        if option not in OPTIONS:
+            raise ConfigError(f"open has no option {option!r}{did_you_mean(option, known)}")
+
+
+def _make_directory(url: str, disk: object) -> None:
+    """Make the directory of the disk now: a typing error shall not become a node's broken disk."""
+    try:
+        Path(directory_of_url(url)).mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(
+            f"disk={shown(disk)}: is no directory and cannot be made one: {exc.strerror}"
+        ) from exc
 
 
 def _in_own_names(text: str) -> str:
