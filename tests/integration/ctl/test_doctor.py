@@ -398,6 +398,13 @@ def test_a_redis_that_would_lose_the_index(tmp_path: Path) -> None:
         config = tmp_path / "lookup.yaml"
         config.write_text(f"redis_url: redis://:a-pass-0123@127.0.0.1:{port}/0")
         text = Ctl().text("doctor", "--check-config", f"lookup={config}", code=1)
+        for password in ("another", ""):
+            other = write(
+                tmp_path / "other.yaml", redis_url=f"redis://:{password}@127.0.0.1:{port}"
+            )
+            told = Ctl().text("doctor", "--check-config", f"lookup={other}", code=1)
+            assert "it refuses the password" in told
+            assert "correct that in redis_url" in told
     assert "maxmemory-policy is allkeys-lru" in text
     assert "CONFIG SET maxmemory-policy noeviction" in text
     assert "it writes every change to a disk (appendonly)" in text

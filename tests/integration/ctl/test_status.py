@@ -125,7 +125,12 @@ def test_versions_of_all_and_of_none(cluster: SmallCluster) -> None:
     found = without_token(cluster).json("version")
     assert found["client"].startswith("0.")
     assert [one["version"] for one in found["services"]] == [found["client"]] * len(NAMES)
-    assert "cannot connect" in Ctl(["--lookup-url=http://127.0.0.1:9"]).text("version")
+    nothing, plain = (
+        "http://127.0.0.1:9",
+        f"https://127.0.0.1:{cluster.services['lookup'].ports['port']}",
+    )
+    assert "cannot connect" in Ctl([f"--lookup-url={nothing}"]).text("version", code=1)
+    assert "it answers without TLS" in Ctl([f"--lookup-url={plain}"]).text("version", code=1)
 
 
 def test_a_command_without_its_token_names_the_options(cluster: SmallCluster) -> None:

@@ -273,6 +273,8 @@ def _unreached(service: Endpoint, exc: Exception) -> str:
     if "CERTIFICATE_VERIFY_FAILED" in text:
         why = text.partition("failed: ")[2].rstrip(")") or text
         return f"its certificate is not trusted ({why}): give its authority with --tls CA"
+    if "WRONG_VERSION_NUMBER" in text or "record layer failure" in text:
+        return f"it answers without TLS ({text}): write http:// in its address"
     if isinstance(exc, httpx.ConnectError):
         return f"cannot connect ({text}): no {service.kind} seems to listen there"
     if isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError):

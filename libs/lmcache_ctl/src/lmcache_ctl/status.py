@@ -193,7 +193,7 @@ def version(
 ) -> None:
     """Show the version of lmcachectl, and that of each service. Needs no token.
 
-    A service that does not answer is shown, but is not a failure.
+    A service that does not answer is shown; the exit status is 1 if none of them does.
     """
     states: list[ServiceStatus] = []
     if not client:
@@ -208,6 +208,8 @@ def version(
     ]
     versions = Versions(own_version(), found)
     show(versions, output, _print_versions, lambda found: names_of(found.services))
+    if found and not any(one.version for one in found):
+        raise typer.Exit(1)
 
 
 def _print_versions(found: Versions) -> None:

@@ -52,8 +52,12 @@ def _of_url(url: str, where: str, settings: Any, timeout_s: float) -> Iterator[F
                 info: Mapping[str, Any] = client.info()
             except (redis.RedisError, OSError, ValueError) as exc:
                 why = str(exc).splitlines()[0][:200] if str(exc) else type(exc).__name__
-                fix = "start it, or correct redis_url; an ACL must allow INFO and PING"
-                yield Subject(CHECK, f"{where}, {name}").error(f"no answer: {why}", fix)
+                what, fix = f"no answer: {why}", "start it, or correct redis_url"
+                if isinstance(exc, redis.AuthenticationError):
+                    what, fix = f"it refuses the password: {why}", "correct that in redis_url"
+                elif isinstance(exc, redis.exceptions.NoPermissionError):
+                    what, fix = f"it refuses INFO: {why}", "let the ACL allow INFO and PING"
+                yield Subject(CHECK, f"{where}, {name}").error(what, fix)
                 continue
         yield from check_info(f"{where}, {name}", info)
 
