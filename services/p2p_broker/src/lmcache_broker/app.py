@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
 from fastapi import FastAPI
+from lmcache_core.addresses import is_loopback
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.security import TicketKeys, TicketSigner
 from lmcache_servicekit.app import create_service_app
@@ -39,8 +40,10 @@ def create_lifespan(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if settings.ticket_keys is None and settings.ticket_keys_file is None:
-            logger.warning(
-                "no ticket keys are set: peers that check tickets will refuse those of this broker"
+            logger.log(
+                logging.INFO if is_loopback(settings.host) else logging.WARNING,
+                "no ticket keys are set: peers that check tickets will refuse those of this broker;"
+                " set ticket_keys_file",
             )
         shared = create_shared_peers(settings)
         registry = PeerRegistry(
