@@ -119,7 +119,8 @@ class Address:
             self.name,
             version_of(self.name),
             " ".join(
-                f"{option}={_address(hosts[option][0], port)}" for option, port in ports.items()
+                f"{option.removesuffix('port')}address={_address(hosts[option][0], port)}"
+                for option, port in ports.items()
             ),
         )
         if self.port_file is not None:

@@ -89,7 +89,7 @@ class SidecarNode(Node[SidecarSettings]):
         self.arena_owner = owner = await self._open_arena()
         self.arena = owner.arena
         logger.info(
-            "arena open: size_gb=%.1f huge_pages=%s volume_policy=%s",
+            "arena open: size_gb=%.2f huge_pages=%s volume_policy=%s",
             self.arena.size / BYTES_PER_GB,
             "advised" if self.arena.huge_pages else "off",
             huge_page_policy(settings.arena_path),
