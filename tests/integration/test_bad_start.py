@@ -119,7 +119,8 @@ def test_every_address_is_logged_and_so_are_the_other_servers(tmp_path: Path) ->
             ports = service.ports
         listening = next(line for line in service.output.splitlines() if "listening:" in line)
         for option in ("port", "lm_port", "lmcache_compat_port", "health_port"):
-            assert f"{option}=127.0.0.1:{ports[option]}" in listening.split()
+            name = option.removesuffix("port") + "address"
+            assert f"{name}=127.0.0.1:{ports[option]}" in listening.split()
         assert f"servers known: service=lm://{other} servers=- addresses={other}" in service.output
         assert "uvicorn" not in service.output
     options = environment("sidecar", SIDECAR, tmp_path)

@@ -109,9 +109,13 @@ def test_a_bad_value_is_named_with_its_source(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     text = refusal("port: 99999\nratio: -1\n", path, LOG_LEVEL="loud", QUOTA__MAX_BYTES="many")
     assert text.splitlines()[0].startswith(f"port=99999 ({path}): ")
-    assert "log_level='loud' (LMCACHE_SAMPLE_LOG_LEVEL): Input should be 'debug', 'info'" in text
-    assert "quota.max_bytes='many' (LMCACHE_SAMPLE_QUOTA__MAX_BYTES): " in text
+    assert "log_level='loud' (LMCACHE_SAMPLE_LOG_LEVEL): must be 'debug', 'info'" in text
+    assert "quota.max_bytes='many' (LMCACHE_SAMPLE_QUOTA__MAX_BYTES): must be a valid" in text
     assert "ratio=-1" in text
+    kinds = refusal("ratio: 8Gi\nallow_anonymous: perhaps\n", path)
+    assert "ratio='8Gi'" in kinds
+    assert ": must be a number\n" in f"{kinds}\n"
+    assert ": must be true or false" in kinds
 
 
 def test_a_bad_secret_is_not_shown(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from starlette.routing import Match
 from typing_extensions import TypedDict
 
 from lmcache_servicekit import errors
+from lmcache_servicekit.settings import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +225,7 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     """Report locations and rules, never the input, which may be large or secret."""
     assert isinstance(error, RequestValidationError)
     found = [
-        {"at": ".".join(str(part) for part in item["loc"]), "message": str(item["msg"])}
+        {"at": ".".join(str(part) for part in item["loc"]), "message": in_words(item)}
         for item in error.errors()[:MAX_SHOWN_ERRORS]
     ]
     if any(item.get("type") == "json_invalid" for item in error.errors()):

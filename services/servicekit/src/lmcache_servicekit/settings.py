@@ -51,7 +51,10 @@ NESTING: Final = "__"
 MASK: Final = "**********"
 
 URL_PATTERN: Final = r"^https?://[^@\s]+$"
-_PATTERNS_IN_WORDS: Final = {URL_PATTERN: "must be http://host:port or https://host:port"}
+_PATTERNS_IN_WORDS: Final = {
+    URL_PATTERN: "must be http://host:port or https://host:port",
+    r"^[0-9a-f]{64}$": "must be 64 hex digits, as of a chunk hash",
+}
 
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASS|KEY|CREDENTIAL", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
@@ -316,13 +319,27 @@ def _nearest(name: str, settings_cls: type[ServiceSettings]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
+def in_words(error: ErrorDetails) -> str:
+    """Return the rule that a value breaks; pydantic's sentence in our words."""
+    if error["type"] == "string_pattern_mismatch" and (
+        rule := _PATTERNS_IN_WORDS.get(error["ctx"]["pattern"])
+    ):
+        return rule
+    if error["type"] in ("float_parsing", "float_type"):
+        is_size = error["loc"] and str(error["loc"][-1]).endswith("_gb")
+        return f"must be a number{' of GB (2^30 bytes), such as 8' if is_size else ''}"
+    message = error["msg"].removeprefix("Value error, ").partition(", unable to ")[0]
+    message = message.replace("a valid boolean", "true or false")
+    return message.replace("Input should be ", "must be ", 1)
+
+
 def _explain(
     settings_cls: type[ServiceSettings],
     error: ErrorDetails,
     origins: Mapping[FieldPath, str],
     path: Path | None,
 ) -> str:
-    message = error["msg"].removeprefix("Value error, ")
+    message = in_words(error)
     location = tuple(str(part) for part in error["loc"])
     if not location:
         return message
@@ -339,8 +356,6 @@ def _explain(
         else _without_credentials(repr(error["input"]))[:MAX_SHOWN_CHARS]
     )
     option = f"{'.'.join(location)}={shown}"
-    if error["type"] == "string_pattern_mismatch":
-        message = _PATTERNS_IN_WORDS.get(error["ctx"]["pattern"], message)
     # The core's own checks name option and value too.
     return f"{option} ({source}): {message.removeprefix(f'{option}: ').removeprefix('its URL: ')}"
 
