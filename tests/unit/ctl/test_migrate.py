@@ -70,8 +70,7 @@ def test_tiers_become_the_sidecars_and_the_rest_stays_with_the_engine(tmp_path: 
 def test_all_refusals_are_reported_at_once(tmp_path: Path) -> None:
     options = {
         "chunk_size": 0,
-        "use_layerwise": True,
-        "enable_async_loading": True,
+        "enable_pd": True,
         "remote_url": "lm://h:1",
         "remote_serde": "torch",
         "max_local_disc": 4,
@@ -87,8 +86,49 @@ def test_all_refusals_are_reported_at_once(tmp_path: Path) -> None:
     }
 
 
-def test_null_asks_for_nothing_under_any_name(tmp_path: Path) -> None:
-    found = migration_of(written(tmp_path, **dict.fromkeys(NAMES)))
+def test_what_has_no_effect_here_is_left_out(tmp_path: Path) -> None:
+    options = {
+        "numa_mode": "auto",
+        "internal_api_server_enabled": True,
+        "internal_api_server_port_start": 6999,
+        "local_disk": False,
+        "max_local_cpu_size": 5,
+    }
+    told = Ctl().text("migrate", written(tmp_path, **options))
+    assert f"no effect here, left out: {', '.join(sorted(options)[:2])}" in told
+    assert "Refused" not in told
+
+
+def test_the_known_names_are_listed_once(tmp_path: Path) -> None:
+    told = Ctl().text("migrate", written(tmp_path, foo=1, bar=2, chunksize=3), code=1)
+    assert told.count("; known: chunk_size, ") == 1
+    assert "unknown option 'chunksize'; did you mean 'chunk_size'?" in told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_local_disk_size": 10, "remote_serde": "cachegen", "disk_fsync": True},
+        {
+            "local_disk": "/d/",
+            "max_local_disk_size": 1,
+            "local_disk_serde": "lossless",
+            "chunk_ttl_s": 60,
+            "salt": "s",
+        },
+    ],
+)
+def test_the_settings_are_ones_that_a_sidecar_takes(options: Any, tmp_path: Path) -> None:
+    found = migration_of(written(tmp_path, **options))
+    SidecarSettings(**found.sidecar)
+    assert not found.refused
+    assert "'s'" not in str(found), "a secret"
+
+
+@pytest.mark.parametrize("name", sorted({*OPTIONS, *FOREIGN_NAMES}))
+def test_null_asks_for_nothing_under_any_name(name: str, tmp_path: Path) -> None:
+    found = migration_of(written(tmp_path, **{name: None}))
     assert (found.sidecar, found.engine, found.refused) == ({}, {}, [])
     assert not [name for name in NAMES if name not in " ".join(found.notes)]
 
@@ -372,7 +412,8 @@ def test_options_are_found_in_manifests(tmp_path: Path) -> None:
     assert found.engine == {"chunk_size": 128}
     assert not found.to_choose
     refused = "\n".join(found.refused)
-    for name in ("LMCACHE_SALT", "use_layerwise", "LMCACHE_REMOTE_URL", "LMCACHE_REMOTE_SERDE"):
+    assert any("left out: use_layerwise" in note for note in found.notes)
+    for name in ("LMCACHE_SALT", "LMCACHE_REMOTE_URL", "LMCACHE_REMOTE_SERDE"):
         assert name in refused
     assert "unknown option" not in refused
     assert "s3cret" not in str(found)

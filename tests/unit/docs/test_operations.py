@@ -14,7 +14,7 @@ from lmcache_core.record import REPORT_EXTENSION
 from lmcache_core.storage.pin_board import MAX_PINNED_CHUNKS, PIN_BOUND
 from lmcache_core.wire.capabilities import LOSSY, SERDE_PREFIX
 from lmcache_node.admin import DEFAULT_TTL_S
-from lmcache_node.collectors import CodecErrorCollector
+from lmcache_node.collectors import CodecErrorCollector, exported_name
 from lmcache_node.drain import DrainState
 from lmcache_servicekit.runner import EXIT_BY_SIGNAL
 from lmcache_sidecar.admin.explain import (
@@ -48,7 +48,7 @@ SOCKET_OF_THE_CHART = "/run/lmcache/socket/sidecar.sock"
 SERDES = {serde.partition(":")[0] for serde in REMOTE_SERDES}
 SERDE_SETTINGS = [name for name in SidecarSettings.model_fields if name.endswith("_serde")]
 NAMED = [
-    (METRICS, [f"`{name}`" for name in DESCRIBED]),
+    (METRICS, [f"`{exported_name(name)}`" for name in DESCRIBED]),
     (
         VLLM,
         [
@@ -89,12 +89,12 @@ def test_a_page_names_what_the_code_has(page: str, names: list[str]) -> None:
 
 def test_every_metric_of_codecs_is_listed_and_none_that_is_not() -> None:
     known = {
-        value
+        exported_name(value)
         for value in vars(telemetry).values()
         if isinstance(value, str) and CODEC_METRIC.fullmatch(value)
     }
     assert set(CODEC_METRIC.findall(METRICS)) == known
-    shown = {name for name in DESCRIBED if CODEC_METRIC.fullmatch(name)}
+    shown = {exported_name(name) for name in DESCRIBED if CODEC_METRIC.fullmatch(name)}
     shown |= {family.name for family in CodecErrorCollector(dict).collect()}
     assert shown == known, "and every one of them is exported"
 

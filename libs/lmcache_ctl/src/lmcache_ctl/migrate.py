@@ -158,6 +158,16 @@ class _Migrator:
         ]
         for name in unset:
             del self._named[name]
+        tuning = [
+            name
+            for name, value in self._named.items()
+            if name in FOREIGN_NAMES
+            and FOREIGN_NAMES[name].is_tuning
+            and FOREIGN_NAMES[name].translate(value, self._named) is None
+        ]
+        for name in tuning:
+            del self._named[name]
+        self._list("no effect here, left out", tuning)
         values, refused = translated(self._named, OPTIONS, self._origin)
         self.refused += refused
         idle: list[str] = []

@@ -78,6 +78,13 @@ TIER_EVENTS: Final = (
 )
 
 
+def exported_name(counter: str) -> str:
+    """Return the metric of a counter: counters are integers, of microseconds; metrics are in
+    seconds.
+    """
+    return counter.replace("_microseconds_", "_seconds_")
+
+
 class Described(NamedTuple):
     """The description of a counter.
 
@@ -105,11 +112,11 @@ class CounterCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield a family for each counter; counters without labels and known label values appear
-        from the start. Counters are integers: `..._microseconds_total` is exported in seconds.
+        from the start.
         """
         counted = self.counters.snapshot()
         for name, (text, label_name, known) in self.described.items():
-            exported = name.replace("_microseconds_", "_seconds_")
+            exported = exported_name(name)
             unit = 1 if exported == name else 1e6
             family = CounterMetricFamily(exported, text, labels=[label_name] if label_name else [])
             shown = dict.fromkeys(known if label_name else ("",), 0) | {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from lmcache_core.config.options import Option, as_directory_url, did_you_mean, problems_of, shown
+from lmcache_core.config.options import Option, as_directory_url, nearest, problems_of, shown
 from lmcache_core.config.registry import EVICTION_POLICIES
 from lmcache_core.errors import ConfigError
 
@@ -30,6 +30,8 @@ class ForeignName:
         instead: Advice if the value is refused.
         part_of: The name without which LMCache ignores this one, "" for none.
         secret: It may hold a password: of its value only the names of a mapping are shown.
+        is_tuning: A refused value asks neither for other KV nor for another place of it, so that a
+            migration may leave it out.
     """
 
     accepted: str
@@ -37,6 +39,7 @@ class ForeignName:
     instead: str
     part_of: str = ""
     secret: bool = False
+    is_tuning: bool = False
 
     def shown(self, value: Any) -> str:
         """Return a value for display."""
@@ -70,13 +73,17 @@ def translated(
     """
     values = {name: value for name, value in named.items() if name in options}
     if "local_disk" in values:
-        values["local_disk"] = as_directory_url(values["local_disk"])
+        disk = values["local_disk"]
+        values["local_disk"] = None if disk is False else as_directory_url(disk)
     problems: list[str] = []
+    are_names_listed = False
     for name, value in named.items():
         if name in options:
             continue
         if name not in FOREIGN_NAMES:
-            near = did_you_mean(name if isinstance(name, str) else "", options)
+            near = nearest(name, options)
+            if not near and not are_names_listed:
+                near, are_names_listed = f"; known: {', '.join(options)}", True
             problems.append(f"{origin}: unknown option {shown(name)}{near}")
             continue
         translated = FOREIGN_NAMES[name].translate(value, named)
@@ -115,7 +122,7 @@ def _cache_policy(value: Any, _named: Mapping[str, Any]) -> dict[str, Any] | Non
     return {"eviction_policy": name} if name in ("lru", "s3fifo") else None
 
 
-def _only(instead: str, *defaults: Any) -> ForeignName:
+def _only(instead: str, *defaults: Any, is_tuning: bool = False) -> ForeignName:
     """Return a name whose value is accepted if it requests nothing: LMCache's default, null or
     empty.
     """
@@ -127,10 +134,13 @@ def _only(instead: str, *defaults: Any) -> ForeignName:
         return {} if is_default or value in _EMPTY else None
 
     said = [str(d).lower() if isinstance(d, bool) else str(d) for d in defaults]
-    return ForeignName(", ".join([*said, "null, empty"]), translate, instead)
+    accepted = ", ".join([*said, "null, empty"])
+    return ForeignName(accepted, translate, instead, is_tuning=is_tuning)
 
 
-def _part_of(switch: str, names: str, instead: str | None = None) -> dict[str, ForeignName]:
+def _part_of(
+    switch: str, names: str, instead: str | None = None, *, is_tuning: bool = False
+) -> dict[str, ForeignName]:
     """Return the names that LMCache reads only if `switch` is set: any value is accepted if it is
     not.
 
@@ -148,7 +158,8 @@ def _part_of(switch: str, names: str, instead: str | None = None) -> dict[str, F
     fix = f"it belongs to {switch}; leave both out"
     if instead is not None:
         accepted, fix = f"null, empty; {accepted}", f"leave it out; {instead}"
-    return dict.fromkeys(names.split(), ForeignName(accepted, translate, fix, switch))
+    part = ForeignName(accepted, translate, fix, switch, is_tuning=is_tuning)
+    return dict.fromkeys(names.split(), part)
 
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -196,16 +207,21 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             lambda value, _: {} if value in (None, True, False) else None,
             "must be one of true, false",
         ),
-        "use_layerwise": _only("KV moves by chunk, not by layer; set it to false", False),
-        "enable_async_loading": _only("use the engine's prefetch; set it to false", False),
+        "use_layerwise": _only(
+            "KV moves by chunk, not by layer; set it to false", False, is_tuning=True
+        ),
+        "enable_async_loading": _only(
+            "use the engine's prefetch; set it to false", False, is_tuning=True
+        ),
         "py_enable_gc": _only(
-            "the process's garbage collection is left alone; set it to true", True
+            "the process's garbage collection is left alone; set it to true", True, is_tuning=True
         ),
         "numa_mode": _only(
-            "bind the process instead (numactl, the kubelet's topology manager); set it to null"
+            "bind the process instead (numactl, the kubelet's topology manager); set it to null",
+            is_tuning=True,
         ),
         "local_cpu_use_hugepages": _only(
-            "let the system choose (transparent huge pages); set it to false", False
+            "let the system choose (transparent huge pages); set it to false", False, is_tuning=True
         ),
         "reserve_local_cpu_size": _only(
             "set max_local_cpu_size to what there is to use; leave it out", 0
@@ -222,8 +238,10 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         "external_lookup_client": _only(
             "use the lookup service (the sidecar's lookup_url); set it to null"
         ),
-        "lookup_server_worker_ids": _only("engines run no lookup server; leave it out"),
-        "enable_scheduler_bypass_lookup": _only("set it to false", False),
+        "lookup_server_worker_ids": _only(
+            "engines run no lookup server; leave it out", is_tuning=True
+        ),
+        "enable_scheduler_bypass_lookup": _only("set it to false", False, is_tuning=True),
         "retrieve_locations": _only(
             "all tiers are asked, fastest first; name fewer in lookup's search_range"
         ),
@@ -235,15 +253,17 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             ),
             secret=True,
         ),
-        "pin_timeout_sec": _only("pins end with the connection that holds them; leave it out", 300),
+        "pin_timeout_sec": _only(
+            "pins end with the connection that holds them; leave it out", 300, is_tuning=True
+        ),
         "pin_check_interval_sec": _only(
-            "pins end with the connection that holds them; leave it out", 30
+            "pins end with the connection that holds them; leave it out", 30, is_tuning=True
         ),
         "enable_kv_events": _only(
             "the lookup service learns of stores and removals; set it to false", False
         ),
         "use_gpu_connector_v3": _only(
-            "the GPU connector is an argument of the engine; set it to false", False
+            "the GPU connector is an argument of the engine; set it to false", False, is_tuning=True
         ),
         "audit_actual_remote_url": _only("set remote_url; there is no auditing tier"),
         "weka_path": _only(_NO_GDS),
@@ -253,11 +273,13 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             "all memory is allocated at the start, so that it cannot run short later; set"
             " max_local_cpu_size to what there is",
             False,
+            is_tuning=True,
         ),
         **_part_of(
             "enable_lazy_memory_allocator",
             "lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio lazy_memory_step_ratio"
             " lazy_memory_safe_size",
+            is_tuning=True,
         ),
         **_part_of(
             "enable_blending",
@@ -327,12 +349,13 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
         "maru_path": _only("there is no CXL tier; use local_disk or remote_url"),
         **_part_of("maru_path", "maru_pool_size"),
         "internal_api_server_enabled": _only(
-            "engines open no port; ask the sidecar's REST interface", False
+            "engines open no port; ask the sidecar's REST interface", False, is_tuning=True
         ),
         **_part_of(
             "internal_api_server_enabled",
             "internal_api_server_host internal_api_server_port_start script_allowed_imports"
             " internal_api_server_include_index_list internal_api_server_socket_path_prefix",
+            is_tuning=True,
         ),
         **dict.fromkeys(
             [
@@ -345,12 +368,15 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             "configuration is read from a file and the environment; leave it out"
         ),
         **_part_of("remote_config_url", "app_id"),
-        "enable_chunk_statistics": _only("counters are always kept; set it to false", False),
+        "enable_chunk_statistics": _only(
+            "counters are always kept; set it to false", False, is_tuning=True
+        ),
         **_part_of(
             "enable_chunk_statistics",
             "chunk_statistics_auto_start_statistics chunk_statistics_strategy"
             " chunk_statistics_auto_exit_timeout_hours"
             " chunk_statistics_auto_exit_target_unique_chunks",
+            is_tuning=True,
         ),
         "enable_hidden_state_cache": _only("only KV is cached; set it to false", False),
         **_part_of(

@@ -109,7 +109,7 @@ class Option:
         if self._holds(value):
             return None
         unit = f" ({self.unit})" if self.unit else ""
-        near = _nearest(value, self.choices)
+        near = nearest(value, self.choices)
         if self.form is not None and isinstance(value, str) and (advice := self.form.advice(value)):
             near = f"; {advice}"
         return f"{self.name}={self.shown(value)}: must be {self.allowed}{unit}{near}"
@@ -213,10 +213,10 @@ def _text(value: Any, depth: int) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown name: the nearest one, or all."""
     names = list(known)
-    return _nearest(name, names) or f"; known: {', '.join(names)}"
+    return nearest(name, names) or f"; known: {', '.join(names)}"
 
 
-def _nearest(value: Any, known: Iterable[Any]) -> str:
+def nearest(value: Any, known: Iterable[Any]) -> str:
     """Return the text of `did_you_mean` if a known value is near; else ""."""
     near = (
         difflib.get_close_matches(value, [name for name in known if isinstance(name, str)], n=1)
