@@ -399,9 +399,8 @@ def test_a_redis_that_would_lose_the_index(tmp_path: Path) -> None:
         config.write_text(f"redis_url: redis://:a-pass-0123@127.0.0.1:{port}/0")
         text = Ctl().text("doctor", "--check-config", f"lookup={config}", code=1)
         for password in ("another", ""):
-            other = write(
-                tmp_path / "other.yaml", redis_url=f"redis://:{password}@127.0.0.1:{port}"
-            )
+            other = tmp_path / "other.yaml"
+            other.write_text(f"redis_url: redis://:{password}@127.0.0.1:{port}")
             told = Ctl().text("doctor", "--check-config", f"lookup={other}", code=1)
             assert "it refuses the password" in told
             assert "correct that in redis_url" in told
