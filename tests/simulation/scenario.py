@@ -70,8 +70,8 @@ NUM_VICTIMS = (2, len(DISKS))
 ASKED_CHUNKS = 20
 DISK_SLACK = 1.1
 """A disk tier may exceed its limit by this much, for files being written."""
-QUOTA_SLACK = 1.05
-"""Sizes of chunks in memory include headers of up to 1 KiB that are not kept there."""
+MAX_HEAD_BYTES = 1024
+"""Sizes of chunks in memory include headers of up to so much that are not kept there."""
 IDLE_THREADS = {
     "asyncio", "lmcache-codec", "lmcache-decoding", "lmcache-disk", "lmcache-encoding",
     "lmcache-files",
@@ -323,9 +323,9 @@ class Scenario:
             for tier, quota_gb in self._tiers(name):
                 by_tenant: Counter[str] = Counter()
                 for key, num_bytes in tier.held():
-                    by_tenant[key.tenant] += num_bytes
+                    by_tenant[key.tenant] += num_bytes - MAX_HEAD_BYTES
                 for tenant, used in by_tenant.items():
-                    if quota_gb and used > quota_gb * GB * QUOTA_SLACK:
+                    if quota_gb and used > quota_gb * GB:
                         limit = round(quota_gb * GB)
                         self._complain(f"{name} has {used} bytes of {tenant}, which has {limit}")
 
