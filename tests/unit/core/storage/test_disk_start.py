@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.record import MissReason
-from lmcache_core.storage.disk import backend
+from lmcache_core.storage.disk import DiskFiles, backend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 
 from tests.fixtures.disk_tier import TroubledFiles, fill, get, look_again, num_records, opened
@@ -25,6 +26,60 @@ async def test_smaller_capacity_evicts_the_oldest_records(tmp_path):
     assert num_records(tmp_path) == 2
     disk.check_integrity()
     await disk.close()
+
+
+class DyingFiles(DiskFiles):
+    """Keeps the directory as it is before each change and in the middle of each write: what a
+    process leaves that is killed there.
+    """
+
+    def __init__(self, root, copies):
+        self._root, self._copies = root, copies
+        self.num_copies = 0
+
+    def _keep(self):
+        shutil.copytree(self._root, self._copies / str(self.num_copies))
+        self.num_copies += 1
+
+    def create(self, path):
+        self._keep()
+        return super().create(path)
+
+    def write(self, fd, buffers):
+        for part in buffers:
+            self._keep()
+            data = memoryview(part).cast("B")
+            super().write(fd, [data[: len(data) // 2]])
+            self._keep()
+            super().write(fd, [data[len(data) // 2 :]])
+
+    def rename(self, source, target):
+        self._keep()
+        super().rename(source, target)
+
+    def unlink(self, path):
+        self._keep()
+        super().unlink(path)
+
+
+async def test_a_process_killed_at_any_point_leaves_whole_records_and_no_damaged_one(tmp_path):
+    root, copies = tmp_path / "disk", tmp_path / "copies"
+    await fill(root, 0)
+    files = DyingFiles(root, copies)
+    disk = await opened(root, files=files)
+    await disk.batched_put([make_chunk(1)])
+    await disk.batched_remove([make_key(0)])
+    await disk.close()
+    assert files.num_copies > 6
+    for number in range(files.num_copies):
+        left = await opened(copies / str(number))
+        assert [one for one in await get(left, 0, 1) if isinstance(one, MissReason)] in (
+            [MissReason.NEVER_STORED],
+            [],
+        )
+        assert left.stats()["corrupt_chunks"] == 0
+        assert num_records(copies / str(number)) == len(held_keys(left))
+        await left.close()
 
 
 def short(path):
