@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from lmcache_core.telemetry import LABEL_PROFILE, MeasuredError
-from lmcache_node.collectors import TIER_EVENTS, CodecErrorCollector, TierCollector
+from lmcache_node.collectors import TIER_EVENTS, CodecErrorCollector, TierCollector, exported_name
 from lmcache_sidecar.metrics import DESCRIBED as OF_SIDECAR
 from lmcache_storage.compat.dialect import CloseReason, CompatCommand
 from lmcache_storage.metrics import COMPAT_CLOSED_TOTAL, COMPAT_REQUESTS_TOTAL
@@ -80,7 +80,8 @@ def test_labels_of_what_has_not_happened_yet_are_documented(sections: Mapping[st
     for section, described in (("sidecar", OF_SIDECAR), ("cache_storage", OF_STORAGE)):
         rows = documented(sections[section])
         for name, one in described.items():
-            assert rows[name].labels == (frozenset({one.label}) if one.label else frozenset()), name
+            labels = rows[exported_name(name)].labels
+            assert labels == (frozenset({one.label}) if one.label else frozenset()), name
     registry = CollectorRegistry()
     registry.register(
         TierCollector(lambda: {"disk": {"get_calls": 1, "num_chunks": 1, TIER_EVENTS[0]: 1}})
