@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,13 @@ def rows_of(output: str) -> list[list[str]]:
         for line in output.splitlines()
         if re.match(r" [A-F], ", line)
     ]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A shorter one than pytest's: the paths of Unix sockets have at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="demo-") as directory:
+        yield Path(directory)
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
