@@ -371,9 +371,7 @@ class CachedCausalLM:
         # Tensors and numpy's numbers, too: generation compares with plain integers.
         return frozenset(_token_ids("eos_token_id", eos_token_id).flatten().tolist())
 
-    def _as_prompt(
-        self, input_ids: torch.Tensor | Sequence[Any] | Mapping[str, Any]
-    ) -> torch.Tensor:
+    def _as_prompt(self, input_ids: Any) -> torch.Tensor:
         """Return one prompt as `[num_tokens]` on the model's device."""
         if self._is_closed:
             raise RuntimeError("the cache was closed; open it again")
