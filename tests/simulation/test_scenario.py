@@ -24,15 +24,15 @@ def run(seed: int, seconds: float) -> Result:
     return result
 
 
-def test_a_seed_of_this_state_of_the_product_repeats_byte_for_byte() -> None:
-    first, again = (run(fresh_seeds(1)[0], SECONDS) for _ in range(2))
-    assert first["digest"] == again["digest"]
-    assert first["events"] == again["events"] > 1000
+def test_a_seed_of_this_state_of_the_product() -> None:
+    assert run(fresh_seeds(1)[0], SECONDS)["events"] > 1000
 
 
 @pytest.mark.long
-def test_a_known_seed_meets_hits() -> None:
-    totals = run(4, SECONDS)["totals"]
+def test_a_seed_repeats_byte_for_byte_and_meets_hits() -> None:
+    first, again = (run(4, SECONDS) for _ in range(2))
+    assert (first["digest"], first["events"]) == (again["digest"], again["events"])
+    totals = first["totals"]
     assert totals["hit"] > 0
     assert totals["loaded"] > 0, "by vLLM"
     assert totals["retrieve"] > 0, "by the library"
