@@ -4,8 +4,8 @@ Each mutant is a copy of the repository in which one expression or statement of 
 changed. The tests that execute the changed line run against it, the quickest first; a mutant that
 they all accept has survived. The same seed gives the same mutants of the same code.
 
-Which test executes which line is measured once, by the tests of the default run, and kept for later
-runs in `.mutants`.
+Which test executes which line is measured once, by the tests of the default run. This and each
+verdict are kept in `.mutants` while the code stays as it is: a run that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -207,6 +207,7 @@ class Executed:
     """Which test executes which line, and how long each takes."""
 
     def __init__(self, folder: Path) -> None:
+        self.verdicts = folder / "verdicts"
         self._data = CoverageData(str(folder / "coverage"))
         self._data.read()
         self._seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
@@ -343,14 +344,19 @@ def main() -> None:
     }
     mutants = list(draw(chosen, options.count, random.Random(options.seed)))
     known = executed()
+    known.verdicts.mkdir(exist_ok=True)
     workplace = Workplace()
     begin = time.monotonic()
 
     def judge(mutant: Mutant) -> str:
-        path = modules[mutant.module].path
-        tests = known.tests_of(path, mutant.line, mutant.end)
-        tests = tests or nearest_tests(mutant.module, modules)
-        return workplace.run(mutant, path.relative_to(ROOT), tests, options.timeout_s)
+        verdict = known.verdicts / hashlib.sha256(repr(mutant).encode()).hexdigest()[:16]
+        if not verdict.exists():
+            path = modules[mutant.module].path
+            tests = known.tests_of(path, mutant.line, mutant.end)
+            tests = tests or nearest_tests(mutant.module, modules)
+            killer = workplace.run(mutant, path.relative_to(ROOT), tests, options.timeout_s)
+            verdict.write_text(killer)
+        return verdict.read_text()
 
     survivors, layers = 0, Counter[str]()
     with ThreadPoolExecutor(options.jobs) as pool:
