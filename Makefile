@@ -50,7 +50,7 @@ REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislit
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
 .PHONY: help demo test test-base test-vllm test-vllm-releases environments test-lmcache test-page test-gpu test-chaos \
-	check bench bench-peers sim fuzz stats mutants lint types contracts helm-check docker-lint api-docs \
+	check bench bench-peers sim fuzz stats mutants lint types contracts rules helm-check docker-lint api-docs \
 	chart-snapshot format clean model workflow-lint docs wheels test-cluster kind-up kind-down config-docs
 
 help: ## Show this list
@@ -59,8 +59,8 @@ help: ## Show this list
 demo: $(VENV)/.runtime ## Show the whole system at work on this machine: services, sidecars, engines, one table
 	@$(BIN)/lmcache-demo
 
-test: $(VENV)/.tools ## Run the tests; with LONG=1 also sweeps, soaks and those of the chart
-	@$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not $(if $(LONG),realtime,long)"
+test: $(VENV)/.tools ## Run the product's tests; with LONG=1 also sweeps, soaks and those of the chart
+	@$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --ignore tests/repository -m "not $(if $(LONG),realtime,long)"
 	$(if $(LONG),@$(BIN)/pytest -n 0 -m realtime)
 
 # Not listed: the unit and contract tests that need no PyTorch, on another Python: make test-base PYTHON=python3.13
@@ -143,6 +143,10 @@ lint: $(VENV)/.tools ## Style: ruff rules and formatting
 
 types: $(VENV)/.tools ## Types: mypy in strict mode
 	@$(BIN)/mypy libs/lmcache_core/src libs/lmcache_demo/src libs/lmcache_ctl/src kernels/src services/*/src
+
+# Not listed: the repository's own rules: packages, recipes, patterns, budgets, names
+rules: $(VENV)/.tools
+	@$(BIN)/pytest -n auto --dist loadfile tests/repository
 
 # Not listed: structure: which package may import which
 contracts: $(VENV)/.tools
