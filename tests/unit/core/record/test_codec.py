@@ -112,6 +112,14 @@ def test_counts_above_their_bounds_are_refused(
     assert refused.value.reason is RecordReason.BOUNDS
 
 
+@pytest.mark.parametrize("dimension", [-1, (1 << 40) + 1])
+def test_dimensions_outside_their_bounds_are_refused(dimension: int) -> None:
+    encoded_header((TensorSpec("", "uint8", (0, 1 << 40), 0, 9),)).check(9)
+    with pytest.raises(RecordError, match="shape") as refused:
+        encoded_header((TensorSpec("", "uint8", (0, dimension), 0, 9),)).check(9)
+    assert refused.value.reason is RecordReason.BOUNDS
+
+
 def test_payload_above_its_bound_is_refused() -> None:
     head = bytearray(encode_head(encoded_header((TensorSpec("", "uint8", (9,), 0, 9),)), 9))
     struct.pack_into("<Q", head, 16, 4 << 30)

@@ -211,10 +211,12 @@ def test_reads_of_one_size_are_never_considered_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_chunks", "elapsed_s"), [(0, 0.001), (2, 1.0)], ids=["without a chunk", "not much cheaper"]
+    ("num_chunks", "later_s"),
+    [(0, [0.001]), (2, [1.0]), (2, [0.001, 2.0])],
+    ids=["without a chunk", "not much cheaper", "not in a row"],
 )
-def test_some_cheaper_reads_are_no_recovery(num_chunks: int, elapsed_s: float) -> None:
+def test_some_cheaper_reads_are_no_recovery(num_chunks: int, later_s: list[float]) -> None:
     cost = ReadCost()
-    for read_s in [2.0] * 30 + [elapsed_s] * 2 * NUM_RECOVERED:
+    for read_s in [2.0] * 30 + later_s * NUM_RECOVERED:
         cost.observe(num_chunks, num_chunks * CHUNK_BYTES, read_s)
     assert cost.expected_s(2) is not None

@@ -61,6 +61,18 @@ async def test_lossy_record_is_a_miss_where_lossless_is_configured(
             ]
         assert len(caplog.messages) == 2, "one line for each serde, not for each chunk"
         assert tier.stats()["refused_encodings"] == 3
+        again = decoded_from_lossy(make_chunk(3, payload=DATA))
+        assert await tier.batched_put([again]) == [False], "it would not be served"
+
+
+async def test_lossy_records_are_served_where_they_are_accepted(
+    hot: LocalCPUBackend, lossless: ZlibCodec, lossy: ZlibCodec, arena: Arena
+) -> None:
+    """What a peer has encoded may pass though nothing is encoded here."""
+    made = EncodedBackend(hot, codecs_of(lossless, lossy), None, accepts_lossy=True)
+    async with opened(made) as tier:
+        await hot.batched_put([encoded_by(lossy, make_chunk("a", payload=DATA))])
+        assert await got(tier, arena, "a") == [seen_lossily(DATA)]
 
 
 async def test_server_that_answers_encoding_is_believed(
