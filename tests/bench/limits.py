@@ -1,5 +1,5 @@
-"""What this machine can do: a torch copy, a raw socket, Redis' own protocol; one thread each, the
-same bytes in the same blocks.
+"""References, what this machine does with plain calls: a torch copy, a raw socket, Redis' own
+protocol; one thread each (a socket one at each end), the same bytes in the same blocks.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def socket_limit(rounds: int = ROUNDS, num_chunks: int = NUM_CHUNKS) -> Figure:
     pair = SocketPair()
     seconds = timed(lambda turn: pair.move(num_chunks), rounds=rounds)
     pair.close()
-    return Figure("limit: raw socket, loopback", num_chunks * CHUNK_BYTES, seconds)
+    return Figure(
+        "reference: raw socket, loopback, a thread at each end", num_chunks * CHUNK_BYTES, seconds
+    )
 
 
 def redis_limits(

@@ -27,13 +27,14 @@ Run = Callable[[str, Callable[[], Any]], Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """What was moved, how fast, and what the machine could have done.
+    """What was moved, how fast, and a reference: what the machine does with plain calls. Ours may
+    be faster, with more threads.
 
     Attributes:
         num_bytes: Moved in a round.
-        limit: The figure that this one is compared with; None for a limit itself.
-        limit_seconds: Of the limit's work, done in turn with each round, so that noise hits both
-            alike. Empty if `limit` says it all.
+        limit: The reference that this one is compared with; None for a reference itself.
+        limit_seconds: Of the reference's work, done in turn with each round, so that noise hits
+            both alike. Empty if `limit` says it all.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Figure:
 
     @property
     def share(self) -> float | None:
-        """Rate as a share of the limit's: the median over rounds in turn, or the ratio of the
+        """Rate as a share of the reference's: the median over rounds in turn, or the ratio of the
         medians.
         """
         if self.limit_seconds:

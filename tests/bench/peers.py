@@ -73,9 +73,9 @@ class Row:
     Attributes:
         unit: GB/s, or of a time.
         peer: LMCache's figure, unless the name says otherwise; None: there is none.
-        limit: What the machine does, or what a plain engine takes.
+        limit: The reference: what the machine does, or what a plain engine takes.
         without_digests: Ours, if it computes no digests, as the peer does.
-        note: What the limit is.
+        note: What the reference is.
         cores: Cores that other processes used just before.
     """
 
@@ -112,11 +112,11 @@ HEADINGS = (
     "peer",
     "ours",
     "without digests",
-    "limit",
-    "ours against limit",
+    "reference",
+    "ours against reference",
     "ours against peer",
     "other cores",
-    "the limit",
+    "the reference",
 )
 
 

@@ -79,7 +79,7 @@ def hits_of_vllm(benchmarks: str) -> list[tuple[float, float]]:
     plain = short[0].index("vLLM's prefix cache, plain, ms")
     found += [(row[plain], row[plain + 1]) for row in short[1:] if row[plain]]
     peers, *_ = tables(benchmarks, "\n### In turn with LMCache")
-    ours, limit = peers[0].index("ours"), peers[0].index("limit")
+    ours, limit = peers[0].index("ours"), peers[0].index("reference")
     found += [
         (row[limit], row[ours])
         for row in peers[1:]

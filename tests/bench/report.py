@@ -38,7 +38,7 @@ class Section:
 
 
 def rates(title: str, figures: Sequence[Figure]) -> Section:
-    """Return a table of rates and their shares of what the machine can do."""
+    """Return a table of rates and their shares of their references."""
     rows = [
         (
             figure.name,
@@ -48,7 +48,7 @@ def rates(title: str, figures: Sequence[Figure]) -> Section:
         )
         for figure in figures
     ]
-    return Section(title, ("what", "GB/s", "share of its limit", ""), rows)
+    return Section(title, ("what", "GB/s", "share of reference", ""), rows)
 
 
 def rewrite(document: Path, name: str, machine: str, blocks: Sequence[str]) -> None:

@@ -100,7 +100,7 @@ def measure(run: Run, directory: Path) -> list[Section]:
 
 def _host_memory(run: Run, directory: Path) -> Iterator[Figure]:
     copy = copy_work()
-    name = "limit: torch copy, one thread"
+    name = "reference: torch copy, one thread"
     yield Figure(name, TOTAL_BYTES, run("limits of this machine", lambda: timed(copy)))
     for verify_hot in VERIFY_HOT:
         name = f"memory tier, embedded, verify_hot {verify_hot}"
@@ -198,7 +198,7 @@ def _bare_pages() -> list[Figure]:
 
     copies, gathers, scatters = in_turn(copy_work(), gather, scatter)
     source.require_equal(target)
-    limit = Figure("limit: torch copy, in turn with the paged copies", TOTAL_BYTES, copies)
+    limit = Figure("reference: torch copy, in turn with the paged copies", TOTAL_BYTES, copies)
     return [
         limit,
         Figure("paged gather, bare", TOTAL_BYTES, gathers, limit),
@@ -454,7 +454,7 @@ def _naming() -> Section:
                 raise AssertionError("the prompt is not in memory")
             name = f"lookup, {name}, {LOOKED_UP_TOKENS:,} tokens in memory"
             add(name, "2", lambda _: engine.lookup(tokens), lambda _: _hash(tokens))
-    return Section("Naming tokens", ("what", "ms", "times its limit", "goal", ""), rows)
+    return Section("Naming tokens", ("what", "ms", "times reference", "goal", ""), rows)
 
 
 def _random_tokens(num_tokens: int) -> torch.Tensor:
