@@ -19,6 +19,7 @@ from tests.bench import (
     blend,
     blend_time,
     codecs,
+    eviction,
     lookup,
     peers,
     readme,
@@ -109,6 +110,9 @@ class Bench:
         section, remark = blend_time.measure(self._run)
         return Found(MACHINE.replace("1 torch thread, ", ""), [section], [remark])
 
+    def hit_ratio(self) -> Found:
+        return Found("Simulated: nothing is timed.", [eviction.by_size(self._run)])
+
     def vllm(self) -> Found:
         sections, remark = vllm.measure(self._run)
         machine = vllm.described(MACHINE)
@@ -125,6 +129,7 @@ PARTS = {"tiers": Bench.bench, "codecs": Bench.codecs, "lookup": Bench.lookup}
 BY_NAME = {
     "blend_quality": Bench.blend_quality,
     "blend_time": Bench.blend_time,
+    "hit_ratio": Bench.hit_ratio,
     "lookup_rest": Bench.lookup_rest,
     "peers": Bench.peers,
     "scale": Bench.scale,

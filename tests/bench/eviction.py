@@ -1,6 +1,7 @@
-"""Hit ratios of the eviction policies and of the optimum, on recorded and on synthetic traces:
-`python -m tests.bench.eviction` (docs/adr/0007-eviction-default.md has figures). Simulated: no
-bytes move, nothing is timed.
+"""Hit ratios of the eviction policies and of the optimum, on recorded and on synthetic traces.
+`python -m tests.bench.eviction` prints all policies (docs/adr/0007-eviction-default.md has
+figures), `python -m tests.bench hit_ratio` writes the default's by size of memory to
+docs/benchmarks.md. Simulated: no bytes move, nothing is timed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ from pathlib import Path
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.storage.eviction import EvictionPolicy, create_policy
 
+from tests.bench.measure import Run
+from tests.bench.report import Section
+
 TRACES = Path(__file__).parent / "traces"
 RECORDED = ("conversation", "synthetic", "agents")
 CAPACITY_SHARES = (0.01, 0.05, 0.10, 0.25)
+SIZES_GIB = (16, 32, 64, 128, 256, 512, 1024, 2048)
+CHUNK_TOKENS = {"conversation": 512, "synthetic": 512}
+"""Of other traces 256."""
+TOKEN_BYTES = 128 << 10
+"""Of Llama-3.1-8B in bf16 (docs/operations.md, "Sizes")."""
 CHUNK_BYTES = 1 << 20
 NEVER = 1 << 62
 
@@ -26,10 +35,11 @@ Trace = list[list[ChunkKey]]
 """Requests in their order, each the chain of chunks of its prompt."""
 
 
+DEFAULT, OPTIMUM = "adaptive (default)", "MIN"
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "LRU": lambda: create_policy("lru"),
     "S3-FIFO": lambda: create_policy("s3fifo"),
-    "adaptive (default)": lambda: create_policy("adaptive"),
+    DEFAULT: lambda: create_policy("adaptive"),
 }
 
 
@@ -166,25 +176,52 @@ def count_optimal_hits(trace: Trace, num_slots: int) -> list[int]:
     return [sum(itertools.islice(each, len(request))) for request in trace]
 
 
-def table() -> Iterator[str]:
-    """Yield the lines of a table: percent of each trace's second half that were hits, for every
-    policy on every trace at every capacity, a share of all different chunks. MIN knows the future:
-    no policy can reach more.
+def traces() -> dict[str, Trace]:
+    """Return all traces."""
+    recorded = {name: recorded_trace(name) for name in RECORDED}
+    return recorded | {"chat": chat_trace(), "RAG": rag_trace()}
+
+
+def replayed(trace: Trace, policy: str, num_slots: int) -> str:
+    """Return the percentage of hits in a trace's second half, before which memory has filled.
+
+    Args:
+        policy: Of `POLICIES`, or `OPTIMUM`, which knows the future: no policy can reach more.
     """
-    yield f"| trace | capacity | {' | '.join(POLICIES)} | MIN |"
-    yield f"|---|---:|{'---:|' * (len(POLICIES) + 1)}"
-    traces = {name: recorded_trace(name) for name in RECORDED}
-    traces |= {"chat": chat_trace(), "RAG": rag_trace()}
-    for name, trace in traces.items():
+    if policy == OPTIMUM:
+        hits = count_optimal_hits(trace, num_slots)
+    else:
+        hits = count_hits(trace, POLICIES[policy](), num_slots)
+    half = len(trace) // 2
+    return f"{100 * sum(hits[half:]) / sum(map(len, trace[half:])):.1f}"
+
+
+def table() -> Iterator[str]:
+    """Yield the lines of a table: hits of every policy on every trace at every capacity, a share of
+    all different chunks.
+    """
+    policies = (*POLICIES, OPTIMUM)
+    yield f"| trace | capacity | {' | '.join(policies)} |"
+    yield f"|---|---:|{'---:|' * len(policies)}"
+    for name, trace in traces().items():
         footprint = len({key for request in trace for key in request})
-        half = len(trace) // 2
-        num_asked = sum(map(len, trace[half:]))
         for share in CAPACITY_SHARES:
-            num_slots = int(share * footprint)
-            hits = [count_hits(trace, make(), num_slots) for make in POLICIES.values()]
-            hits.append(count_optimal_hits(trace, num_slots))
-            cells = " | ".join(f"{100 * sum(of[half:]) / num_asked:.1f}" for of in hits)
-            yield f"| {name} | {share:.0%} | {cells} |"
+            cells = (replayed(trace, policy, int(share * footprint)) for policy in policies)
+            yield f"| {name} | {share:.0%} | {' | '.join(cells)} |"
+
+
+def by_size(run: Run) -> Section:
+    """Return the table of the default policy and the optimum by size of memory."""
+    rows = []
+    for name, trace in traces().items():
+        chunk_bytes = CHUNK_TOKENS.get(name, 256) * TOKEN_BYTES
+        slots = [(size << 30) // chunk_bytes for size in SIZES_GIB]
+        for policy in (DEFAULT, OPTIMUM):
+            what = f"{name}, {policy}"
+            cells = run(what, lambda: [replayed(trace, policy, num) for num in slots])  # noqa: B023
+            rows.append((what, *cells, ""))
+    headings = ("trace, policy", *(f"{size:,} GiB" for size in SIZES_GIB), "")
+    return Section("Hit ratio by memory of all pods together, percent", headings, rows)
 
 
 def _names() -> Iterator[ChunkKey]:
