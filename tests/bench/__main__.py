@@ -22,6 +22,7 @@ from tests.bench import (
     eviction,
     lookup,
     peers,
+    pictures,
     readme,
     scale,
     storage_rest,
@@ -50,7 +51,6 @@ class Found:
         remarks: Sentences below them.
         plot: File below docs/, its text for those who do not see it, and its SVG.
         is_whole: Whether all of the section was measured; otherwise nothing is written.
-        is_in_readme: Whether the README's figures follow from it.
     """
 
     machine: str
@@ -58,7 +58,6 @@ class Found:
     remarks: Sequence[str] = ()
     plot: tuple[str, str, str] | None = None
     is_whole: bool = True
-    is_in_readme: bool = False
 
 
 class Bench:
@@ -116,13 +115,13 @@ class Bench:
     def vllm(self) -> Found:
         sections, remark = vllm.measure(self._run)
         machine = vllm.described(MACHINE)
-        return Found(machine, sections, [remark], is_in_readme=True)
+        return Found(machine, sections, [remark])
 
     def peers(self) -> Found:
         rows, mib = self._options.rows, self._options.mib
         section, remark = peers.measure(self._run, self._directory, rows, mib)
         is_whole = not rows and mib == peers.FULL_MIB
-        return Found(MACHINE, [section], [remark], is_whole=is_whole, is_in_readme=True)
+        return Found(MACHINE, [section], [remark], is_whole=is_whole)
 
 
 PARTS = {"tiers": Bench.bench, "codecs": Bench.codecs, "lookup": Bench.lookup}
@@ -143,7 +142,7 @@ installed.
 
 
 def show(console: Console, part: str, found: Found) -> None:
-    """Print what a part has found, and write it to docs/benchmarks.md and the README."""
+    """Print what a part has found, and write it to docs/benchmarks.md and what follows from it."""
     blocks = [*(section.as_markdown() for section in found.sections), *found.remarks]
     # One line a row, however narrow the terminal is.
     console.print(*blocks, sep="\n\n", soft_wrap=True, markup=False, highlight=False)
@@ -155,8 +154,8 @@ def show(console: Console, part: str, found: Found) -> None:
         blocks.append(f"![{text}]({name})")
     name = (PARTS | BY_NAME)[part].__name__.replace("_", "-")
     rewrite(DOCUMENT, name, found.machine, blocks)
-    if found.is_in_readme:
-        readme.rewrite(DOCUMENT)
+    pictures.rewrite(DOCUMENT)
+    readme.rewrite(DOCUMENT)
     console.print(f"written to {DOCUMENT}")
 
 

@@ -44,6 +44,7 @@ def lines(page: Path) -> Iterator[str]:
     """Commands, without comments and what they read from the page itself."""
     for block in shell(page):
         text = re.sub(r"<<'(\w+)'\n.*?^\1$", "", block, flags=re.MULTILINE | re.DOTALL)
+        text = re.sub(r" \\\n *", " ", text)  # a continued line
         for line in text.splitlines():
             if line.strip():
                 yield re.split(r"\s{2,}#\s", line)[0].strip()

@@ -39,7 +39,6 @@ READ = [
 ]
 # With these words, but advice, names, history, or what others do.
 NO_PROMISE = (
-    "On a GPU** nothing is measured",
     "never import",
     "nothing prevents blending",
     "nothing could be measured",
