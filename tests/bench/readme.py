@@ -32,7 +32,7 @@ TIERS = {
     "`lm://`": ("lm://",),
     "Redis": ("Redis",),
 }
-FILE_TIER = {"vLLM's file tier, against `LMCacheTier`": ("tier behind vLLM's host memory",)}
+FILE_TIER = {"vLLM's file tier": ("tier behind vLLM's host memory",)}
 OTHERS = {"a chunk of 1 KiB": ("fixed cost of a chunk",), "CacheGen": ("CacheGen",)}
 """How docs/compare.md calls what is compared, and how the names of its rows begin."""
 CALLS = {
