@@ -110,10 +110,17 @@ def test_buckets_are_spread_evenly_over_any_number_of_masters() -> None:
     assert [slot // 256 for slot in slots] == list(range(64))
 
 
+@pytest_asyncio.fixture
+async def hurried(cluster: RedisClusterServers) -> AsyncIterator[RedisIndex]:
+    made = RedisIndex(RedisAccess.parse(cluster.url), HURRIED)
+    yield made
+    await made.close()
+
+
+@pytest.mark.realtime
 async def test_a_batch_with_a_server_missing_is_not_taken_and_can_be_repeated(
-    cluster: RedisClusterServers, index: RedisIndex
+    cluster: RedisClusterServers, index: RedisIndex, hurried: RedisIndex
 ) -> None:
-    hurried = RedisIndex(RedisAccess.parse(cluster.url), HURRIED)
     await join(index)
     silent = cluster.servers[other_server(cluster)]
     silent.pause()
@@ -130,7 +137,6 @@ async def test_a_batch_with_a_server_missing_is_not_taken_and_can_be_repeated(
         NUM_BUCKETS, False
     )
     assert await num_held(index) == NUM_BUCKETS
-    await hurried.close()
 
 
 async def test_a_batch_that_a_server_refuses_can_be_repeated_at_once(
@@ -219,10 +225,10 @@ async def test_a_lease_that_ended_meanwhile_settles_nothing(
     ) == [0, 1, 1]
 
 
+@pytest.mark.realtime
 async def test_a_call_that_was_given_up_leaves_no_answer_for_the_next(
-    cluster: RedisClusterServers, index: RedisIndex
+    cluster: RedisClusterServers, index: RedisIndex, hurried: RedisIndex
 ) -> None:
-    hurried = RedisIndex(RedisAccess.parse(cluster.url), HURRIED)
     await join(index)
     await index.apply("acme", EventBatch("a", 1, 0, stores(CHUNKS[::2])))
     assert await num_held(hurried) == NUM_BUCKETS // 2
@@ -244,7 +250,6 @@ async def test_a_call_that_was_given_up_leaves_no_answer_for_the_next(
         assert [bool(holders) for holders in found] == [
             place % 2 == 0 for place in range(NUM_BUCKETS)
         ]
-    await hurried.close()
 
 
 async def restart(server: RedisServer) -> None:

@@ -55,6 +55,7 @@ async def test_a_hanging_peer_is_left_for_a_second_holder(world: Town) -> None:
     assert (figures.pulls, figures.failed_pulls, figures.failed_over_chunks) == (3, 1, len(NAMES))
 
 
+@pytest.mark.realtime
 async def test_a_pull_that_outlives_its_ticket_renews_it() -> None:
     """On a line so slow that the pull takes several lives of a ticket."""
     key = f"k1:{base64.b64encode(b'k' * 32).decode()}"
