@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.steady_time import SteadyLoop
 from tests.fixtures.virtual_time import CLOCK, VirtualLoop
 from tests.progress import Progress
 
@@ -111,8 +112,13 @@ def has_virtual_time(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], Any]]:
-    """Run tests that are marked `virtual_time` on a loop whose time is virtual."""
-    return {"asyncio": VirtualLoop if has_virtual_time(item) else asyncio.new_event_loop}
+    """Run tests that are marked `virtual_time` on a loop whose time is virtual, and others on one
+    whose time is steady, but for those marked `realtime`.
+    """
+    if has_virtual_time(item):
+        return {"asyncio": VirtualLoop}
+    is_real = item.get_closest_marker("realtime") is not None
+    return {"asyncio": asyncio.new_event_loop if is_real else SteadyLoop}
 
 
 @pytest.fixture(autouse=True)
