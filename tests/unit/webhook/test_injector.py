@@ -556,7 +556,7 @@ ARENA_VOLUME = {"name": "lmcache-arena", "emptyDir": {}}
         (asking(container="x"), "no container 'x', which lmcache.io/container names: it has vllm"),
         (pod(container(args=["--kv_transfer_config={}"])), "--kv_transfer_config already"),
         (having("LMCACHE_CHUNK_SIZ", "256"), "options that the connector cannot read"),
-        (pod(container(command=["sh", "-c", "vllm serve m"])), "starts vLLM in a shell script"),
+        (pod(container(command=["sh", "-c", "a; vllm serve m"])), "starts vLLM in a shell script"),
         (pod(container(), hostNetwork=True), "leave hostNetwork out"),
         (pod(container(), os={"name": "windows"}), "the sidecar runs on Linux"),
         (pod(container(), resources={"limits": {"memory": "64Gi"}}), "spec.resources"),

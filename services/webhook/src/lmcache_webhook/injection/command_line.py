@@ -1,8 +1,8 @@
 """Command lines of containers: whether they start vLLM, and what is appended to them.
 
-They are untrusted input, so each function here is linear in its length. Shell scripts are not
-parsed: a container that starts vLLM in one is declined, unless the script reads further arguments
-from a variable.
+They are untrusted input, so each function here is linear in its length. Of a shell's scripts only
+those are understood that are one plain command; a container that starts vLLM in any other is
+declined, unless the script reads further arguments from a variable.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from lmcache_core.integrations.vllm.releases import Release, too_old
 
-from lmcache_webhook.injection.connector_options import find_lmcache
+from lmcache_webhook.injection.connector_options import Place, find_lmcache
 from lmcache_webhook.injection.plan import CONNECTOR, CONTAINER, REPLACE
 from lmcache_webhook.injection.pod import Container, DeclinedError, PodSpec
 
@@ -37,10 +39,22 @@ _COMMENT: Final = re.compile(r"(?<!\S)#.*")
 _READ: Final = re.compile(rf"\${SCRIPT_VARIABLE}\b|\${{{SCRIPT_VARIABLE}(:?-)?}}")
 """How a script reads it, without a default that a value would hide."""
 _ASSIGNED: Final = re.compile(rf"\b{SCRIPT_VARIABLE}[:+]?=")
+_PYTHON: Final = re.compile(r"python[0-9.]*")
 RAY_VARIABLE: Final = "KUBERAY_GEN_RAY_START_CMD"
 _TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|backend))(?!\"?\*)")
 """An option that is given. In a pattern, `*"--kv-transfer-config"*`, a script only looks for it."""
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_./:=-]+")
+_SHELL: Final = re.compile(r"(?:/(?:[a-z]+/)*)?(?:sh|bash|dash|ash)( -[eux]+)* -[eux]*c[eux]*")
+"""A shell and its options before a script. With `-l` or `-i` it may first set PYTHONPATH."""
+_WORD: Final = r"""(?:[A-Za-z0-9_./:=,@%+-]|'[^'$]*+'|"(?:[^"$`\\]|\\["\\])*")+"""
+"""A word that means the same to every shell, in which nothing is expanded. Kubernetes expands
+`$(NAME)` in quotes, too.
+"""
+_SPACE: Final = r"(?:[ \t]|\\\n)"
+_PLAIN_SCRIPT: Final = re.compile(
+    rf"(?P<text>(?:{_SPACE}|\n)*(?:exec{_SPACE}+)?"
+    rf"(?P<words>{_WORD}(?:{_SPACE}+{_WORD})*))(?:{_SPACE}|\n)*"
+)
 _CONNECTOR_OF_DYNAMO: Final = "DYN_CONNECTOR"
 """The option `--connector` as a variable."""
 _ROLES_OF_DYNAMO: Final = ("--is-prefill-worker", "--is-decode-worker")
@@ -93,7 +107,8 @@ def runs_ray(container: Container) -> bool:
 
 
 def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what to append to a container's `args` so that its vLLM uses the connector.
+    """Return what to append to a container's `args`, or to its `PlainScript`, so that its vLLM uses
+    the connector.
 
     Args:
         config: The value of `--kv-transfer-config`.
@@ -104,24 +119,62 @@ def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str
         node.
 
     Raises:
-        DeclinedError: The container has another connector, or starts vLLM in a shell script.
+        DeclinedError: The container has another connector, or starts vLLM in a shell script that is
+            not a `PlainScript`.
     """
     if names_our_connector(container):
         return ()
     _refuse_other_connector(container)
-    _refuse_other_engine(container)
-    if not _starts_server(_line(container)):
+    plain = find_plain_script(container)
+    _refuse_other_engine(container, _line(container) if plain is None else plain.words)
+    if plain is None and not _starts_server(_line(container)):
         script = _script(container)
         if script is not None and not _reads_variable(script):
             words = f"python3, -m, {DYNAMO}" if DYNAMO in script else "vllm, serve, MODEL"
             raise DeclinedError(
-                f"the container {container.name} starts vLLM in a shell script, which is never"
-                f" edited: write `command: [{words}, …]`, or put the option of docs/injection.md"
-                " into the script"
+                f"the container {container.name} starts vLLM in a shell script that is more than"
+                f" this one command: write `command: [{words}, …]`, or put the option of"
+                " docs/injection.md into the script"
             )
         if script is not None or container.command:
             return ()
     return (OPTION, json.dumps(config, separators=(",", ":")))
+
+
+@dataclass(frozen=True, slots=True)
+class PlainScript:
+    """A shell's script that starts vLLM's server and does nothing else: what is appended to it
+    becomes arguments of the server.
+
+    Attributes:
+        place: The script's, in the container.
+        text: The script, up to its last word.
+        words: The server's command line.
+    """
+
+    place: Place
+    text: str
+    words: list[str]
+
+
+def find_plain_script(container: Container) -> PlainScript | None:
+    """Return the script if the command line is a shell and one such script; else None."""
+    line = _line(container)
+    if len(line) < 3 or _SHELL.fullmatch(" ".join(line[:-1])) is None:
+        return None
+    found = _PLAIN_SCRIPT.fullmatch(line[-1])
+    if found is None:
+        return None
+    words = shlex.split(" ".join(re.findall(_WORD, found["words"])))
+    name = words[0].rpartition("/")[2]
+    if "=" in words[0] or not (
+        words[1:2] == ["serve"]
+        if name == "vllm"
+        else _PYTHON.fullmatch(name) and _starts_server(words)
+    ):
+        return None
+    member = "args" if container.args else "command"
+    return PlainScript((member, len(getattr(container, member)) - 1), found["text"], words)
 
 
 def plan_script_variable(container: Container, config: Mapping[str, Any]) -> str:
@@ -188,9 +241,8 @@ def _refuse_other_connector(container: Container) -> None:
             )
 
 
-def _refuse_other_engine(container: Container) -> None:
+def _refuse_other_engine(container: Container, line: Sequence[str]) -> None:
     """Refuse wrappers of vLLM that would not run it, or would set a connector themselves."""
-    line = _line(container)
     if _value_of(line, "--backend") == "huggingface":
         raise DeclinedError(
             f"the container {container.name} runs transformers, not vLLM: leave out"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import posixpath
+import shlex
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -16,6 +17,7 @@ from lmcache_webhook.injection.command_line import (
     SCRIPT_VARIABLE,
     engine_kwargs,
     find_engine,
+    find_plain_script,
     names_our_connector,
     plan_arguments,
     plan_script_variable,
@@ -149,6 +151,7 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
         )
     plan = plan_pod(options, pod, namespace, request, index)
     arguments = plan_arguments(engine, config)
+    script = find_plain_script(engine) if arguments else None
     in_script = plan_script_variable(engine, config)
     check_options(engine, carried.extra if carried else {})
     _check_names(pod.spec, engine, plan)
@@ -162,8 +165,11 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     # after it.
     for container in (payload_container(plan), sidecar_container(plan)):
         patch.append(("spec", "initContainers"), container)
-    for argument in arguments:
-        patch.append((*at, "args"), argument)
+    if script is not None:
+        patch.replace((*at, *script.place), f"{script.text} {shlex.join(arguments)}")
+    else:
+        for argument in arguments:
+            patch.append((*at, "args"), argument)
     if in_script:
         extend_variable(patch, at, SCRIPT_VARIABLE, in_script, " ")
     extend_variable(patch, at, "PYTHONPATH", PYTHON_PATH, ":")
