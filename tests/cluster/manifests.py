@@ -35,7 +35,11 @@ def traffic_pod(hooks: str) -> Manifest:
     Args:
         hooks: What `helm get hooks` prints.
     """
-    (test,) = [one for one in yaml.safe_load_all(hooks) if one and one["kind"] == "Pod"]
+    (test,) = [
+        one
+        for one in yaml.safe_load_all(hooks)
+        if one and one["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    ]
     spec = test["spec"]
     (container,) = spec["containers"]
     container["command"] = ["python", "/opt/traffic/traffic.py"]

@@ -32,6 +32,8 @@ OF_THE_TEST: set[Edge] = {
     ("release-test", "lookup", 8081),
     ("release-test", "broker", 8082),
 }
+OF_THE_CHECK: Edge = ("webhook-check", "webhook", 8443)
+"""Its other end is open to all, since no selector matches the API server."""
 
 
 @pytest.fixture
@@ -88,7 +90,7 @@ def ports_for(spec: Manifest, peers: list[Manifest]) -> set[int]:
 
 
 def test_the_open_edges_are_the_needed_ones(rendering: Rendering) -> None:
-    assert edges(rendering, "egress", "to") == NEEDED | OF_THE_TEST
+    assert edges(rendering, "egress", "to") == NEEDED | OF_THE_TEST | {OF_THE_CHECK}
     assert edges(rendering, "ingress", "from") == NEEDED | OF_THE_TEST
 
 

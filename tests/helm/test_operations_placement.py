@@ -147,10 +147,11 @@ def test_pod_defaults_apply_to_every_pod_without_its_own(chart: Chart, helm: str
     }
     rendering = chart.render(values, helm=helm)
     specs = {name.removeprefix("cache-lmcache-"): pod for name, pod in rendering.pods()}
-    specs |= {one["kind"]: one["spec"] for one in rendering.of_kind("Pod")}
-    assert len(specs) == 7
+    of_hooks = {one["metadata"]["name"]: one["spec"] for one in rendering.of_kind("Pod")}
+    specs |= {name.removeprefix("cache-lmcache-"): pod for name, pod in of_hooks.items()}
+    assert len(specs) == 8
     for name, spec in specs.items():
-        pool = "storage" if name in ("storage", "Pod") else "cache"
+        pool = "storage" if name in ("storage", "release-test") else "cache"
         assert spec["nodeSelector"] == {"pool": pool, "disk": "nvme"}, name
     tolerations = {name: spec.get("tolerations") for name, spec in specs.items()}
     assert tolerations.pop("lookup") is None

@@ -11,7 +11,9 @@ from http.server import HTTPServer
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 
+from tests.cluster import manifests
 from tests.fixtures.http_server import Handler, running
 from tests.helm.conftest import HELM_FOLDER, MODELS, MUTUAL
 from tests.helm.test_cases import CASES, render
@@ -30,6 +32,23 @@ def hooks(rendering: Rendering) -> list[Manifest]:
         for one in rendering.manifests
         if "test" in one["metadata"].get("annotations", {}).get("helm.sh/hook", "").split(",")
     ]
+
+
+def restricted(pod: Manifest) -> Manifest:
+    """The container of a hook's pod, which ends, holds no rights and passes the standard."""
+    spec = pod["spec"]
+    (container,) = spec["containers"]
+    context = container["securityContext"]
+    assert spec["restartPolicy"] == "Never"
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False
+    assert context["runAsNonRoot"]
+    assert context["readOnlyRootFilesystem"]
+    assert not context["allowPrivilegeEscalation"]
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert set(container["resources"]["requests"]) == {"cpu", "memory"}
+    return dict(container)
 
 
 def pod_of(rendering: Rendering) -> Manifest:
@@ -72,19 +91,9 @@ def test_no_hook_but_the_test_pod_outlives_the_release(chart: Chart, case: str) 
 
 @pytest.mark.parametrize("tls", [{}, MUTUAL], ids=["plain", "tls"])
 def test_the_pod_is_restricted_bounded_and_ends(chart: Chart, tls: Manifest) -> None:
-    spec = pod_of(chart.render(MODELS | tls))["spec"]
-    (container,) = spec["containers"]
-    context = container["securityContext"]
-    assert spec["restartPolicy"] == "Never"
+    pod = pod_of(chart.render(MODELS | tls))
+    container, spec = restricted(pod), pod["spec"]
     assert spec["activeDeadlineSeconds"] == 120
-    assert spec["automountServiceAccountToken"] is False
-    assert spec["enableServiceLinks"] is False
-    assert context["runAsNonRoot"]
-    assert context["readOnlyRootFilesystem"]
-    assert not context["allowPrivilegeEscalation"]
-    assert context["capabilities"] == {"drop": ["ALL"]}
-    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert set(container["resources"]["requests"]) == {"cpu", "memory"}
     volumes = {volume["name"] for volume in spec["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
     projected = next(
@@ -125,6 +134,13 @@ def test_what_is_not_there_yet_is_waited_for(tmp_path: Path, patience_s: int) ->
                 output, errors = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == (0 if patience_s else 1), errors
     assert (output if patience_s else errors).startswith("ok " if patience_s else "FAILED")
+
+
+def test_traffic_of_the_cluster_suite_comes_from_that_pod(chart: Chart) -> None:
+    """And not from the one that waits for the webhook."""
+    rendering = chart.case("kind")
+    traffic = manifests.traffic_pod(yaml.safe_dump_all(rendering.of_kind("Pod")))
+    assert traffic["spec"]["containers"][0]["image"].endswith("/lmcache-storage:kind")
 
 
 def test_without_tokens_it_asks_without(chart: Chart) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 
-from tests.helm.conftest import REPOSITORY, Rendering, both_helms, parsed
+from tests.helm.conftest import HELM_FOLDER, REPOSITORY, Rendering, both_helms, parsed
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart
@@ -61,7 +62,7 @@ def test_what_the_commands_name_is_there(chart: Chart, tmp_path: Path, helm: str
         (one["kind"], one["metadata"]["name"]) for one in [*own.manifests, *beside.manifests]
     }
     named = {(KINDS[kind], name) for kind, name in NAMED.findall(PAGE)}
-    assert len(named) == 5
+    assert len(named) == 4
     assert named <= objects
     pods = [
         one["spec"]["template"]
@@ -139,6 +140,9 @@ def test_the_chart_s_dependency_is_built_before_it_is_installed(name: str) -> No
 
 @pytest.mark.parametrize("text", [README, BESIDE], ids=["README", "quickstart"])
 def test_the_webhook_serves_before_a_pod_asks_for_it(text: str) -> None:
-    """Otherwise the pod starts without the cache, silently."""
-    waits = text.index("\nkubectl -n my-models rollout status deployment cache-lmcache-webhook\n")
-    assert text.index("\nhelm install ") < waits < text.index("\nkubectl -n my-models patch ")
+    """Otherwise the pod starts without the cache, silently. Helm waits for it (startupCheck)."""
+    [command] = re.findall(r"^helm install .*webhook.enabled=true$", text, re.MULTILINE)
+    assert not re.search("startupCheck|--no-hooks|--set.*timeout", command)
+    assert text.index(command) < text.index("\nkubectl -n my-models patch ")
+    values = yaml.safe_load((HELM_FOLDER / "lmcache" / "values.yaml").read_text(encoding="utf-8"))
+    assert values["webhook"]["startupCheck"]["enabled"]

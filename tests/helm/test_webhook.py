@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import importlib.util
 import json
 import re
 import ssl
@@ -26,6 +27,7 @@ from lmcache_webhook.settings import WebhookSettings
 from tests.fixtures import pods
 from tests.fixtures.pods import plain
 from tests.helm.conftest import MODEL, MODELS, MUTUAL, TLS, both_helms, parsed
+from tests.helm.test_operations_release_test import restricted
 from tests.helm.test_secrets import install, kubeconfig, run_against
 
 if TYPE_CHECKING:
@@ -289,6 +291,55 @@ def test_an_existing_certificate_is_trusted(chart: Chart) -> None:
     assert "mine" in secrets_of(rendering)
     assert not rendering.of_kind("Certificate")
     assert SECRET not in names_of(rendering.of_kind("Secret"))
+
+
+def check_of(rendering: Rendering) -> Manifest:
+    return rendering.get("Pod", "webhook-check")
+
+
+def test_helm_waits_until_the_webhook_answers_through_its_service(rendering: Rendering) -> None:
+    """As it answers the API server: at that name, trusted by that authority. It is given less time
+    than Helm takes by default (5 minutes), so that Helm shows which pod has failed.
+    """
+    pod = check_of(rendering)
+    assert pod["metadata"]["annotations"] == {
+        "helm.sh/hook": "post-install,post-upgrade",
+        "helm.sh/hook-delete-policy": "before-hook-creation,hook-succeeded",
+    }
+    assert pod["spec"]["activeDeadlineSeconds"] < 300
+    container = restricted(pod)
+    assert container["image"] == rendering.container("webhook")["image"]
+    module = container["command"][-1]
+    assert importlib.util.find_spec(module), "it is in the webhook's image"
+    [one, other] = configuration(rendering)["webhooks"]
+    service = one["clientConfig"]["service"]
+    host = f"{service['name']}.inference.svc"
+    assert container["args"] == [host, "inference", "$(AUTHORITY)"]
+    assert (host in NAMES, service["port"]) == (True, 443)
+    assert one["clientConfig"] == other["clientConfig"]
+    [authority] = container["env"]
+    assert authority["name"] == "AUTHORITY"
+    source = authority["valueFrom"]["secretKeyRef"]
+    [secret] = (one for one in rendering.of_kind("Secret") if one["metadata"]["name"] == SECRET)
+    assert source == {"name": SECRET, "key": "ca.crt"}
+    assert secret["data"]["ca.crt"] == one["clientConfig"]["caBundle"]
+
+
+def test_the_check_trusts_whom_the_api_server_trusts(chart: Chart) -> None:
+    [authority] = check_of(chart.case("webhook-cert-manager"))["spec"]["containers"][0]["env"]
+    [certificate] = chart.case("webhook-cert-manager").of_kind("Certificate")
+    assert authority["valueFrom"]["secretKeyRef"] == {
+        "name": certificate["spec"]["secretName"],
+        "key": "ca.crt",
+    }
+    mine = {"webhook.certificate.existingSecret": "mine", "webhook.certificate.caBundle": "QUJD"}
+    [authority] = check_of(chart.render(ON | mine))["spec"]["containers"][0]["env"]
+    assert authority["value"] == "ABC"
+
+
+def test_the_check_may_be_left_out(chart: Chart) -> None:
+    without = chart.render(ON | {"webhook.startupCheck.enabled": False})
+    assert not [one for one in without.manifests if "webhook-check" in one["metadata"]["name"]]
 
 
 def test_injected_sidecars_are_like_those_of_models(rendering: Rendering, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import jsonpatch
 import pytest
+from lmcache_webhook import startup_check
 
 from tests.fixtures.pods import SHAPES, Pod, plain
 from tests.fixtures.service_process import ServiceProcess, running_service
@@ -194,3 +195,45 @@ def test_beyond_its_rate_pods_are_let_through(directory: Path, tmp_path: Path) -
     assert any(
         "max_reviews_per_s" in response.get("warnings", [""])[0] for response in responses[1:]
     )
+
+
+def test_the_startup_check_ends_when_the_webhook_injects(
+    service: ServiceProcess,
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is trusted as by the API server: with another authority nothing is answered."""
+    publish_certificate(tmp_path)
+    foreign, own = ((folder / "ca.crt").read_text() for folder in (tmp_path, directory))
+    host = f"localhost:{service.ports['port']}"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        startup_check.ask(host, "team-a", foreign)
+    refusals = [ConnectionRefusedError("refused")] * 2
+    answered = startup_check.ask
+
+    def ask(*arguments: str) -> str:
+        if refusals:
+            raise refusals.pop()
+        return answered(*arguments)
+
+    monkeypatch.setattr(startup_check, "ask", ask)
+    monkeypatch.setattr(startup_check, "PAUSE_S", 0)
+    monkeypatch.setattr("sys.argv", ["", host, "team-a", own])
+    assert startup_check.main() == 0
+    before, after = capsys.readouterr().out.splitlines()
+    assert before == f"{host}: refused"
+    assert after.startswith(f"{host}: injected: the container vllm shares")
+
+
+def test_the_startup_check_says_why_a_pod_would_not_be_injected(
+    directory: Path, tmp_path: Path
+) -> None:
+    tenants = json.dumps([{"namespaces": ["team-b"]}])
+    environ = environment(directory, TENANTS=tenants)
+    with running_service("lmcache_webhook", tmp_path, environ) as other:
+        host = f"localhost:{other.ports['port']}"
+        authority = (directory / "ca.crt").read_text()
+        status = startup_check.ask(host, "team-a", authority)
+    assert status.startswith("not injected: the webhook of team-b knows no tenant for")

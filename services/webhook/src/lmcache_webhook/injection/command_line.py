@@ -46,14 +46,14 @@ _TAKEN: Final = re.compile(r"--kv[-_](transfer[-_]config|offloading[-_](size|bac
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_./:=-]+")
 _SHELL: Final = re.compile(r"(?:/(?:[a-z]+/)*)?(?:sh|bash|dash|ash)( -[eux]+)* -[eux]*c[eux]*")
 """A shell and its options before a script. With `-l` or `-i` it may first set PYTHONPATH."""
-_WORD: Final = r"""(?:[A-Za-z0-9_./:=,@%+-]|'[^'$]*+'|"(?:[^"$`\\]|\\["\\])*")+"""
+_PLAIN_WORD: Final = re.compile(r"""(?:[A-Za-z0-9_./:=,@%+-]|'[^'$]*+'|"(?:[^"$`\\]|\\["\\])*")+""")
 """A word that means the same to every shell, in which nothing is expanded. Kubernetes expands
 `$(NAME)` in quotes, too.
 """
 _SPACE: Final = r"(?:[ \t]|\\\n)"
 _PLAIN_SCRIPT: Final = re.compile(
     rf"(?P<text>(?:{_SPACE}|\n)*(?:exec{_SPACE}+)?"
-    rf"(?P<words>{_WORD}(?:{_SPACE}+{_WORD})*))(?:{_SPACE}|\n)*"
+    rf"(?P<words>{_PLAIN_WORD.pattern}(?:{_SPACE}+{_PLAIN_WORD.pattern})*))(?:{_SPACE}|\n)*"
 )
 _CONNECTOR_OF_DYNAMO: Final = "DYN_CONNECTOR"
 """The option `--connector` as a variable."""
@@ -165,7 +165,7 @@ def find_plain_script(container: Container) -> PlainScript | None:
     found = _PLAIN_SCRIPT.fullmatch(line[-1])
     if found is None:
         return None
-    words = shlex.split(" ".join(re.findall(_WORD, found["words"])))
+    words = shlex.split(" ".join(_PLAIN_WORD.findall(found["words"])))
     name = words[0].rpartition("/")[2]
     if "=" in words[0] or not (
         words[1:2] == ["serve"]
