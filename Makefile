@@ -96,12 +96,14 @@ test-gpu: $(VENV)/.tools
 KUBECONFIG ?=
 IMAGES ?=
 NAMESPACE ?= lmcache-test
+# The Kubernetes of `make kind-up`: kindest/node:…; empty for kind's default
+NODE_IMAGE ?=
 
 test-cluster: $(VENV)/.tools ## Prove the chart on a cluster: KUBECONFIG=~/.kube/config IMAGES=registry/path:tag
 	@KUBECONFIG="$(KUBECONFIG)" IMAGES="$(IMAGES)" PULL_CONFIG="$(PULL_CONFIG)" NAMESPACE="$(NAMESPACE)" KEEP="$(KEEP)" $(BIN)/pytest -c tests/cluster/pytest.ini tests/cluster
 
 kind-up: ## Try it on Kubernetes in Docker: a kind cluster, the chart, vLLM on CPUs; no registry, no GPU
-	@TORCH="$(TORCH)" $(PYTHON) -m tests.cluster.kind up
+	@TORCH="$(TORCH)" NODE_IMAGE="$(NODE_IMAGE)" $(PYTHON) -m tests.cluster.kind up
 
 # Not listed: delete that cluster
 kind-down:

@@ -117,7 +117,9 @@ def up() -> None:
     step(f"[1/5] cluster {NAME}")
     is_new = NAME not in run("kind", "get", "clusters", quiet=True).split()
     if is_new:
-        run("kind", "create", "cluster", "--name", NAME, "--wait", "180s", timeout_s=600)
+        image = os.environ.get("NODE_IMAGE")
+        node = ("--image", image) if image else ()
+        run("kind", "create", "cluster", "--name", NAME, *node, "--wait", "180s", timeout_s=600)
     step("[2/5] images: the first build downloads PyTorch and vLLM")
     run("docker", "buildx", "bake", "--load", "cluster-test", timeout_s=BUILD_TIMEOUT_S)
     step("[3/5] images onto the node")

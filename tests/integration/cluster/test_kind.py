@@ -48,7 +48,10 @@ def kind_command(tmp_path: Path) -> Kind:
     """Runs `python -m tests.cluster.kind` with answers of the tools, and the tools there are."""
 
     def call(
-        command: str, *answers: tuple[str, str, int], tools: tuple[str, ...] = kind.TOOLS
+        command: str,
+        *answers: tuple[str, str, int],
+        tools: tuple[str, ...] = kind.TOOLS,
+        **variables: str,
     ) -> tuple[int, str, str, list[str]]:
         stand_ins = StandIns(tmp_path, tools, [*answers, *HEALTHY])
         script = "from tests.cluster import kind; kind.ANNOUNCED_S = 0; import sys; "
@@ -56,7 +59,7 @@ def kind_command(tmp_path: Path) -> Kind:
         ran = subprocess.run(
             [sys.executable, "-c", script],
             cwd=ROOT,
-            env={"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)},
+            env={"PATH": str(tmp_path), "PYTHONPATH": str(ROOT), **variables},
             capture_output=True,
             text=True,
             timeout=100,
@@ -90,6 +93,14 @@ def test_up_builds_loads_installs_and_shows_a_hit(kind_command: Kind) -> None:
         ["model-b", "87", "3840", "of", "4000"],
     ]
     assert "port-forward service/cache-lmcache-broker 8082\n  make kind-down\n" in output
+
+
+@pytest.mark.parametrize(
+    ("image", "option"), [("", ""), ("kindest/node:v1.29.14", " --image kindest/node:v1.29.14")]
+)
+def test_the_kubernetes_may_be_chosen(kind_command: Kind, image: str, option: str) -> None:
+    _, _, _, calls = kind_command("up", NODE_IMAGE=image)
+    assert f"kind create cluster --name lmcache{option} --wait 180s" in calls
 
 
 @pytest.mark.parametrize(
