@@ -178,10 +178,13 @@ docs: $(DOCS_HOME)/.ready
 	@git ls-files -co --exclude-standard '*.md' docs ':!tests' ':!.github' | tar -cf - -T - | tar -xf - -C build/pages
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_HOME)/bin/mkdocs build --strict
 
-# Not listed: what a release publishes: a wheel of each package in dist/
+# Not listed: what a release publishes: the source distribution and the wheel of each package in dist/
 wheels: $(VENV)/bin/python
 	@rm -rf dist
-	@$(BIN)/python -m pip wheel $(PIP_OPTIONS) --no-deps -w dist $(dir $(filter %/pyproject.toml,$(MANIFESTS)))
+	@$(BIN)/python -m pip install $(PIP_OPTIONS) hatchling
+	@for package in $(dir $(filter %/pyproject.toml,$(MANIFESTS))); do \
+	  (cd $$package && $(CURDIR)/$(BIN)/python -m hatchling build -d $(CURDIR)/dist) || exit; \
+	done
 
 # Not listed: docs/api from the services' OpenAPI documents, which a test compares
 api-docs: $(VENV)/.tools

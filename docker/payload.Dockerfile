@@ -1,7 +1,7 @@
 # The image of lmcache-payload: what goes into the process of an unmodified vLLM. Build it from the root of the repository:
 #   docker build -f docker/payload.Dockerfile -t lmcache-payload:0.1.0 .
 # An init container runs it once: `/payload/install /opt/lmcache`, and vLLM gets PYTHONPATH=/opt/lmcache/python.
-# The base is pinned by tag; a release pins it by the digest that its registry shows.
+# Renovate adds to the base's tag the digest that its registry shows (.github/renovate.json).
 FROM python:3.12-slim AS build
 WORKDIR /src
 

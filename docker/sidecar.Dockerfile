@@ -2,7 +2,7 @@
 #   docker build -f docker/sidecar.Dockerfile -t lmcache-sidecar:0.1.0 .
 # With the codecs, for sidecars that encode chunks; their compiler is larger than all the rest:
 #   docker build -f docker/sidecar.Dockerfile -t lmcache-sidecar-codec:0.1.0 --build-arg VARIANT=-codec .
-# The base is pinned by tag; a release pins it by the digest that its registry shows.
+# Renovate adds to the base's tag the digest that its registry shows (.github/renovate.json).
 FROM python:3.12-slim AS build
 ARG VARIANT=""
 WORKDIR /src

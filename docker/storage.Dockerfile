@@ -1,6 +1,6 @@
 # The image of lmcache-storage. Build it from the root of the repository:
 #   docker build -f docker/storage.Dockerfile -t lmcache-storage:0.1.0 .
-# The base is pinned by tag; a release pins it by the digest that its registry shows.
+# Renovate adds to the base's tag the digest that its registry shows (.github/renovate.json).
 FROM python:3.12-slim AS build
 WORKDIR /src
 RUN python -m venv --without-pip /opt/lmcache

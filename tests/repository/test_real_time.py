@@ -17,7 +17,7 @@ ROOMS = ("unit", "contract", "property", "integration", "suites", "fixtures")
 REASON = "# real time: "
 """Begins the reason of a line outside tests that may wait or read a clock."""
 CLOCKS = {f"time.{name}" for name in ("monotonic", "perf_counter", "time")}
-FREE = {"fixtures/waiting.py", "fixtures/virtual_time.py"}
+FREE = {"fixtures/waiting.py", "fixtures/virtual_time.py", "fixtures/steady_time.py"}
 
 
 def _is_exempt(node: ast.AST) -> bool:

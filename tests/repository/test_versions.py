@@ -9,8 +9,10 @@ from pathlib import Path
 
 import lmcache_core
 import pytest
+import yaml
+from packaging.version import Version
 
-from tests.version import ROOT, found, places, write
+from tests.version import ADDRESSES, ROOT, found, places, write
 
 NUM_FILES = {"pyproject.toml": 11, "Dockerfile": 7, "Chart.yaml": 2, "Chart.lock": 1}
 
@@ -20,9 +22,9 @@ def test_every_place_has_the_same_version() -> None:
     assert {
         ending: sum(name.endswith(ending) for name in versions) for ending in NUM_FILES
     } == NUM_FILES
-    assert {name: set(each) for name, each in versions.items()} == {
-        name: {lmcache_core.__version__} for name in versions
-    }
+    [version] = {one for each in versions.values() for one in each}
+    assert all(versions.values())
+    assert version.replace("-rc", "rc") == lmcache_core.__version__
     assert len(versions["helm/lmcache/Chart.yaml"]) == 3, "its own, the images', the library's"
     assert len(versions["docker-bake.hcl"]) == 2, "the default tag, and a command to copy"
 
@@ -39,16 +41,61 @@ def test_packages_of_one_release_are_installed_together() -> None:
     assert loose == []
 
 
-def test_another_version_is_written_everywhere(tmp_path: Path) -> None:
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of every file with a version or the address in it."""
+    for table in ({}, {"table": ADDRESSES}):
+        for path, _ in places(**table):
+            copy = tmp_path / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
+    return tmp_path
+
+
+def test_another_version_is_written_everywhere(checkout: Path) -> None:
     before = found()
+    [version] = {one for each in before.values() for one in each}
+    for other in ("12.0.3", "12.0.3-rc4", "12.0.4"):
+        write(other, checkout)
+        assert found(checkout) == {name: [other] * len(each) for name, each in before.items()}
+    write(version, checkout)
     for path, _ in places():
-        copy = tmp_path / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    write("12.0.3", tmp_path)
-    assert found(tmp_path) == {name: ["12.0.3"] * len(each) for name, each in before.items()}
-    write(lmcache_core.__version__, tmp_path)
-    for path, _ in places():
-        assert (tmp_path / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
-    with pytest.raises(ValueError, match="must be three numbers"):
-        write("v1", tmp_path)
+        assert (checkout / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
+    for wrong in ("v1", "1.2", "1.2.3rc1", "1.2.3-rc.1", "1.2.3-beta1"):
+        with pytest.raises(ValueError, match="must be three numbers"):
+            write(wrong, checkout)
+
+
+def test_a_release_candidate_is_one_to_pip_and_to_helm(checkout: Path) -> None:
+    """Python writes 1.0.0rc1, semantic versioning 1.0.0-rc1. A chart, whose version is an image's
+    tag too, takes no other form, and pip names a wheel by its own.
+    """
+    write("1.0.0-rc1", checkout)
+    for path in checkout.rglob("*.*"):
+        text = path.read_text(encoding="utf-8")
+        is_python = path.name in ("pyproject.toml", "__init__.py")
+        assert text.count("1.0.0-rc1" if is_python else "1.0.0rc1") == 0, path
+        assert Version("1.0.0-rc1").public == "1.0.0rc1"
+        assert ("1.0.0rc1" if is_python else "1.0.0-rc1") in text, path
+
+
+def test_the_repository_s_address_is_written_everywhere(checkout: Path) -> None:
+    """A release says where it was made: release.yml writes the address of its repository."""
+    before = found(table=ADDRESSES)
+    assert {len(each) for name, each in before.items() if name.endswith(".toml")} == {3}
+    assert {one for each in before.values() for one in each} == {"https://github.com/OWNER/lmcache"}
+    write("https://example.com/some/na.me", checkout)
+    for name, each in found(checkout, ADDRESSES).items():
+        assert each == ["https://example.com/some/na.me"] * len(before[name])
+        assert "OWNER" not in (checkout / name).read_text(encoding="utf-8")
+
+
+def test_charts_say_where_they_are_from() -> None:
+    """As Artifact Hub and `helm show chart` show it."""
+    chart = yaml.safe_load((ROOT / "helm/lmcache/Chart.yaml").read_text(encoding="utf-8"))
+    assert chart["sources"] == [chart["home"]]
+    icon = chart["icon"].removeprefix(f"{chart['home']}/raw/main/")
+    assert (ROOT / icon).read_text(encoding="utf-8").startswith("<svg ")
+    version = chart["version"]
+    is_early = version.startswith("0.") or "-rc" in version
+    assert chart["annotations"]["artifacthub.io/prerelease"] == str(is_early).lower()

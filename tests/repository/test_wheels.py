@@ -70,6 +70,8 @@ def test_a_wheel_can_be_published(package: Path, tmp_path: Path) -> None:
         ["LICENSE"],
     )
     assert facts["Author"] == "The lmcache authors"
+    addresses = dict(one.split(", ") for one in facts.get_all("Project-URL", []))
+    assert set(addresses) == {"Homepage", "Changelog", "Issues"}
     assert facts["Requires-Python"] == ">=3.11"
     assert "Typing :: Typed" in facts.get_all("Classifier", [])
     assert facts["Summary"]

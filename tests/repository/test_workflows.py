@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from lmcache_core import __version__
 
 from tests.cluster.kind import NAMESPACE
 from tests.cluster.names import RELEASE
+from tests.fixtures import dockerfile
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -100,6 +102,30 @@ def test_e2e_runs_one_release_at_a_time() -> None:
     assert text.index("make kind-up") < text.index(removal) < text.index("make test-cluster")
 
 
+def test_base_images_get_their_digests() -> None:
+    """A tag may name another image tomorrow. Renovate finds it in a Dockerfile's FROM, and in the
+    chart as repository and tag; in the chart an operator's `digest` wins over both.
+    """
+    renovate = json.loads((ROOT / ".github/renovate.json").read_text(encoding="utf-8"))
+    assert {"matchDatasources": ["docker"], "pinDigests": True} in renovate["packageRules"]
+    for path in (ROOT / "docker").glob("*.Dockerfile"):
+        bases = {stage.base for stage in dockerfile.parse(path)}
+        [base] = bases
+        assert re.fullmatch(r"[\w./-]+:[\w.-]+(@sha256:[0-9a-f]{64})?", base), path.name
+    values = yaml.safe_load((ROOT / "helm/lmcache/values.yaml").read_text(encoding="utf-8"))
+    images = list(images_in(values))
+    assert len(images) == 9
+    assert all({"repository", "tag", "digest"} <= one.keys() for one in images)
+
+
+def images_in(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for name, one in values.items():
+        if isinstance(one, dict):
+            if re.search("[iI]mage$", name):
+                yield one
+            yield from images_in(one)
+
+
 def test_ci_runs_on_every_python_that_is_promised() -> None:
     promised = re.search(
         r"must run on ([\d., and]+\d)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -160,6 +186,28 @@ def test_a_release_begins_with_its_version_and_its_notes(
     assert (run_step(RELEASED, name, tmp_path, VERSION=f"v{version}") == 0) == is_accepted
     if is_accepted:
         assert (tmp_path / "notes.md").read_text().strip() == "The first."
+
+
+@pytest.mark.parametrize(("job", "build"), [("wheels", "make wheels"), ("chart", "helm package")])
+def test_what_is_published_names_this_repository(job: str, build: str) -> None:
+    text = "\n".join(step.get("run", "") for step in jobs(RELEASED)[job]["steps"])
+    written = text.index('-m tests.version "$GITHUB_SERVER_URL/$GITHUB_REPOSITORY"')
+    assert written < text.index(build)
+
+
+@pytest.mark.parametrize(("tag", "is_early"), [("v1.0.0", False), ("v1.0.0-rc1", True)])
+def test_a_release_candidate_is_marked(tmp_path: Path, tag: str, is_early: bool) -> None:
+    for name in ("sbom", "wheels", "notes"):
+        (tmp_path / "artifacts" / name).mkdir(parents=True)
+    gh = tmp_path / "gh"
+    gh.write_text('#!/bin/sh\necho "$@" > called\n')
+    gh.chmod(0o755)
+    name = "The changelog's section, the packages and the lists of contents"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    assert run_step(RELEASED, name, tmp_path, VERSION=tag, PATH=path) == 0
+    called = (tmp_path / "called").read_text().split()
+    assert called[:3] == ["release", "create", tag]
+    assert ("--prerelease" in called) == is_early
 
 
 def test_the_published_chart_takes_the_published_images(tmp_path: Path) -> None:
