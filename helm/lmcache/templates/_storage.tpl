@@ -66,7 +66,9 @@
 {{/* Its volume, where that outlives the pod. The labels are those that never change: the template is immutable. Takes: as above. */}}
 {{- define "lmcache.storageClaim" -}}
 {{- $persistence := .values.persistence -}}
-- metadata:
+- apiVersion: v1 # written by the API server if it is not here, which Argo CD takes for a difference
+  kind: PersistentVolumeClaim
+  metadata:
     name: data
     labels:
       {{- include "lmcache-common.selectorLabels" . | nindent 6 }}
