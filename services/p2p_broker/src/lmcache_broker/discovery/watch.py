@@ -138,6 +138,7 @@ class EndpointWatch:
 
     async def _watch(self) -> None:
         self.num_watches += 1
+        has_event = False
         async with self._api.slices(
             self._silence_s,
             watch="true",
@@ -153,6 +154,10 @@ class EndpointWatch:
                 if not isinstance(event, dict) or not isinstance(event.get("object"), dict):
                     raise _UnreadableError("an event of the watch has no object")
                 self._take(str(event.get("type")), event["object"])
+                has_event = True
+        if not has_event:  # an API server that is about to end closes each watch at once
+            self._backoff.failed()
+            await asyncio.sleep(self._backoff.wait_s)
 
     def _take(self, kind: str, item: Mapping[str, Any]) -> None:
         if kind == "ERROR":
