@@ -72,7 +72,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     [
         (["lookup", "prefix"], "CHUNK_ID"),
         (["lookup", "locations", "x"], "'x' is not a chunk id"),
-        (["lookup", "status", "-o", "xml"], "xml"),
+        (["lookup", "status", "-o", "xml"], "'--output' / '-o': 'xml' is not one of"),
         (["lookup", "status", "--url", "localhost:8083"], "an address begins with http://"),
         (["status", "--lookup-url", "http://h:1", "--timeout", "0"], "0: must be a number above 0"),
         (["status", "--tls", "/nowhere/ca.pem"], "/nowhere/ca.pem"),
@@ -85,6 +85,8 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
             ["explain", "ab" * 32, "--token-file", "/nowhere/token"],
             "'/nowhere/token' cannot be read",
         ),
+        (["explain", "deadbeef"], "'deadbeef' is not a chunk hash: 64 lowercase hex digits"),
+        (["pin", "deadbeef"], "'deadbeef' is not a chunk hash: 64 lowercase hex digits"),
         (["explain"], "give chunk hashes or --tokens, --prompt"),
         (["explain", "ab" * 32, "--tokens", "-"], "give chunk hashes or --tokens, --prompt"),
         (["explain", "--prompt", "/nowhere/p"], "cannot read /nowhere/p"),

@@ -122,6 +122,14 @@ class _Command(TyperCommand):
             self.params = [*self.params, *SHARED.params]
 
     @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as exc:  # of pydantic, which puts this before typer's sentence
+            exc.message = exc.message.removeprefix("Value error, ")
+            raise
+
+    @override
     def invoke(self, ctx: Any) -> Any:
         if self._shares:
             ctx.obj = settings_of(ctx)

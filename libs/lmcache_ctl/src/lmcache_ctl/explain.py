@@ -11,7 +11,7 @@ import typer
 
 from lmcache_ctl.asking import Caller, ServiceRefusedError
 from lmcache_ctl.errors import CtlError, UsageError
-from lmcache_ctl.options import Url, web_address
+from lmcache_ctl.options import Url, chunk_hash, web_address
 from lmcache_ctl.output import (
     UNKNOWN,
     Output,
@@ -63,7 +63,8 @@ CAUSES: Final = {
 def explain(
     ctx: typer.Context,
     chunk_hashes: Annotated[
-        list[str] | None, typer.Argument(metavar="HASH", help="Chunk hashes, 64 hex digits each.")
+        list[str] | None,
+        typer.Argument(metavar="HASH", parser=chunk_hash, help="Chunk hashes, 64 hex digits each."),
     ] = None,
     prompt: Annotated[
         Path | None,

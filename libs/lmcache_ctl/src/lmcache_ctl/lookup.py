@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from lmcache_ctl.errors import CtlError
-from lmcache_ctl.options import Url
+from lmcache_ctl.options import Url, chunk_id
 from lmcache_ctl.output import (
     UNKNOWN,
     ListOutput,
@@ -24,17 +24,11 @@ from lmcache_ctl.services import Kind
 MAX_PAGES: Final = 1000
 
 
-def _chunk_id(text: str) -> str:
-    if len(text) != 32 or set(text) - set("0123456789abcdef"):
-        raise typer.BadParameter(f"{text!r} is not a chunk id: 32 lowercase hex digits")
-    return text
-
-
 ChunkIds = Annotated[
     list[str],
     typer.Argument(
         metavar="CHUNK_ID",
-        parser=_chunk_id,
+        parser=chunk_id,
         help="Chunk ids, 32 hex digits each, in the order of the prompt.",
     ),
 ]
@@ -145,7 +139,7 @@ def locations(
     ctx: typer.Context,
     chunk_id: Annotated[
         str,
-        typer.Argument(metavar="CHUNK_ID", parser=_chunk_id, help="A chunk id, 32 hex digits."),
+        typer.Argument(metavar="CHUNK_ID", parser=chunk_id, help="A chunk id, 32 hex digits."),
     ],
     url: Url = None,
     output: ListOutput = "table",

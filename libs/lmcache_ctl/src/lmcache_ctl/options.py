@@ -39,6 +39,22 @@ def web_address(url: str) -> str:
     return url
 
 
+def chunk_id(text: str) -> str:
+    """Return a chunk's id, if this can be one."""
+    return _hex_digits(text, "chunk id", 32)
+
+
+def chunk_hash(text: str) -> str:
+    """Return a chunk's hash, by which a sidecar knows it, if this can be one."""
+    return _hex_digits(text, "chunk hash", 64)
+
+
+def _hex_digits(text: str, kind: str, length: int) -> str:
+    if len(text) != length or set(text) - set("0123456789abcdef"):
+        raise typer.BadParameter(f"{text!r} is not a {kind}: {length} lowercase hex digits")
+    return text
+
+
 def _addresses(urls: list[str] | None) -> list[str]:
     """Return the addresses of options, or of a variable, which has commas between them."""
     return [web_address(part) for url in urls or () for part in url.replace(",", " ").split()]

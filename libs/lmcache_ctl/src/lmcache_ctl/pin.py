@@ -10,6 +10,7 @@ import typer
 
 from lmcache_ctl.asking import Caller
 from lmcache_ctl.errors import CtlError, UsageError
+from lmcache_ctl.options import chunk_hash
 from lmcache_ctl.output import (
     Output,
     print_table,
@@ -61,6 +62,8 @@ def pin(
             f"--tokens goes to sidecars, which know how engines name chunks; not to {target}"
         )
     token_ids = None if tokens is None else read_token_ids(tokens)
+    if target.kind is Kind.SIDECAR:
+        chunks = [chunk_hash(one) for one in chunks or ()]
 
     found = ask_targets(ctx.obj, [target], lambda caller: _pin_at(caller, chunks, token_ids, ttl))
     show(found, output, print_pins)
