@@ -226,8 +226,8 @@ def print_report(
     )
     say(
         "dim",
-        "MiB: raw · stored: MiB · bits: of an element · err: relative errors, the largest and"
-        " root mean square",
+        "MiB: raw · stored: MiB · bits: of an element · max err: the largest, of the largest value"
+        " of its token or channel · rms err: root mean square, of that of the values",
     )
     for step in steps:
         if step.first_difference is not None:
