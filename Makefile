@@ -80,11 +80,11 @@ test-vllm-releases:
 test-lmcache: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
 	@$(BIN)/pytest -c tests/lmcache/pytest.ini tests/lmcache
 
-# Not listed: the broker's web page in a real browser; PICTURES=docs/images renews the pictures of the documentation
+# Not listed: the broker's web page in a real browser; PICTURES=docs/images draws the pictures of the documentation again
 test-page: $(VENV)/.tools
-	@for program in chromium chromedriver; do \
+	@for program in chromium chromedriver $(if $(PICTURES),pngquant); do \
 	  command -v $$program >/dev/null \
-	    || { echo "make test-page needs $$program. On Debian and Ubuntu: apt-get install chromium chromium-driver" >&2; exit 1; }; \
+	    || { echo "make test-page needs $$program. On Debian and Ubuntu: apt-get install chromium chromium-driver pngquant" >&2; exit 1; }; \
 	done
 	@$(BIN)/pytest -c tests/page/pytest.ini tests/page $(if $(PICTURES),--pictures $(PICTURES))
 

@@ -24,6 +24,7 @@ STORAGE = "cache-lmcache-storage-0"
 NUM_CHUNKS = 4
 NUM_TOKENS = NUM_CHUNKS * CHUNK_SIZE
 PREFILL_TOKENS_PER_S = 2.0
+"""So slow that loading always pays; the pictures have figures of their own (`day.py`)."""
 SAMPLE = re.compile(
     r'^(?P<name>lmcache_sidecar_\w+)(?:\{\w+="(?P<label>[^"]*)"\})? (?P<value>\S+)$', re.MULTILINE
 )

@@ -116,7 +116,7 @@ def test_what_was_gained(page: Page, cluster: Cluster) -> None:
     assert counted == {"org/model": sum(counted.values())}
     page.fresh()
     before = {name: int(value) for name, value in page.values("[data-gain]", "gain").items()}
-    assert list(before) == ["300", "3600", "86400"]
+    assert next(iter(before)) == "300"
     cluster.work(7)
     grown = cluster.until_reported()["saved_tokens_total"]["org/model"] - counted["org/model"]
     assert grown > 0
@@ -126,9 +126,9 @@ def test_what_was_gained(page: Page, cluster: Cluster) -> None:
         return {name: int(value) for name, value in page.values("[data-gain]", "gain").items()}
 
     eventually(lambda: gains() == {name: value + grown for name, value in before.items()})
-    assert "watched for" in page.texts("#gains dt")[-1]
-    saved_s = gains()["86400"] / PREFILL_TOKENS_PER_S
-    minutes, said = page.texts("#gains .sub")[-1].split(" ", 1)
+    assert "watched for" in page.texts("#gains dt")[0]
+    saved_s = gains()["300"] / PREFILL_TOKENS_PER_S
+    minutes, said = page.texts("#gains .sub")[0].split(" ", 1)
     assert said.startswith("min of prefill, hit ratio")
     digits = 0.06 if saved_s < 600 else 0.6  # the page shows one decimal below 10
     assert float(minutes) == pytest.approx(saved_s / 60, abs=digits)

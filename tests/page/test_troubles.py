@@ -17,6 +17,7 @@ from tests.fixtures.redis_server import RedisServer
 from tests.fixtures.service_process import ServiceProcess, running_service
 from tests.page.cluster import Page, beat
 
+CUT_OFF = (Path(__file__).parent / "cut_off.js").read_text()
 NUM_PODS = 200
 MAX_DRAWN = 32
 TIMEOUT_S = 10
@@ -35,7 +36,16 @@ SETTINGS = {
     "LMCACHE_BROKER_PORT": "0",
     "LMCACHE_BROKER_HISTORY_INTERVAL_S": "1",
     "LMCACHE_BROKER_INSTANCE_ID": "broker-0",
+    "LMCACHE_BROKER_PAGE_TITLE": "cache in namespace ml",
+    "LMCACHE_BROKER_DOCS_URL": "https://handbook.example.com/cache",
 }
+SEEN_PANELS = """
+return [...document.querySelectorAll('section')].filter((one) => one.checkVisibility()).map((one) => one.querySelector('h2').textContent)
+"""  # noqa: E501
+DOCS = (
+    "return [...document.querySelectorAll('a.docs')].map((one) => [one.checkVisibility(),"
+    " one.href])"
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +83,77 @@ def state(page: Page) -> str:
     return page.texts("#state")[0]
 
 
-def test_an_empty_cluster(page: Page) -> None:
-    assert page.values("[data-total]", "total")["peers"] == "0"
-    notes = page.texts(".note")
-    assert [text for text in notes if "No pod is registered" in text] != []
-    assert "Nothing was loaded while this broker watched." in notes
-    assert "NaN" not in page.run("return document.body.innerText")
+def test_an_empty_cluster_says_what_to_do(page: Page) -> None:
+    assert page.run(SEEN_PANELS) == ["No pod yet"]
+    (said,) = page.texts("#empty")
+    assert 'lmcache.io/inject: "true"' in said
+    assert "lmcachectl doctor -n NAMESPACE" in said
+    assert page.run(DOCS) == [[True, "https://handbook.example.com/cache"]] * 2
+    assert "NaN" not in page.run("return document.body.textContent")
     assert "reported by broker-0" in page.texts("#as-of")[0]
     assert page.complaints() == []
+
+
+def test_the_header_says_which_installation_it_is(page: Page, broker: ServiceProcess) -> None:
+    version = get_json(f"{broker.url}/openapi.json")["info"]["version"]
+    assert page.texts("#release") == [f"cache in namespace ml, version {version}"]
+
+
+def test_a_window_that_reaches_no_further_back_is_left_out(
+    page: Page, broker: ServiceProcess
+) -> None:
+    """This broker is younger than the smallest."""
+    beat(broker.url, "vllm-0", None)
+    page.next_turn()
+    assert list(page.values("[data-gain]", "gain")) == ["300"]
+
+
+def test_long_names_of_pods_and_nodes_leave_room_for_the_figures(
+    page: Page, broker: ServiceProcess
+) -> None:
+    """As a cloud names nodes, and a chart with a long release name its pods."""
+    domain = ".eu-west-1.compute.internal"
+    for i in range(12):
+        beat(
+            broker.url,
+            f"inference-platform-production-{'llama' if i % 2 else 'qwen'}-3-instruct-awq-"
+            f"deployment-with-a-long-name-7c9d8b6f5d-{i:05}",
+            {"tiers": [{"name": "memory", "num_chunks": 9, "used_bytes": 1, "capacity_bytes": 2}]},
+            zone="eu-west-1a",
+            node=f"ip-10-0-0-{i}{domain}",
+        )
+    page.resize(1440, 900)
+    page.next_turn()
+    assert page.run(CUT_OFF) == []
+    assert (
+        page.run(
+            "return Math.max(...[...document.querySelectorAll('#peers tbody tr')].map((row) =>"
+            " row.clientHeight))"
+        )
+        < 70
+    ), "a row has two lines or three"
+    assert page.texts("#peers .where")[0] == "eu-west-1aip-10-0-0-1"
+    assert page.run("return document.querySelector('.where .faint div').title").endswith(domain)
+    (caption,) = page.texts("#peers caption")
+    assert caption == (
+        f"12 alive; all names begin with inference-platform-production-; all nodes end in {domain}"
+    )
+
+
+@pytest.mark.parametrize(("num_pods", "is_wide"), [(11, False), (12, True)])
+def test_the_drawing_of_many_pods_has_the_whole_width(
+    num_pods: int, is_wide: bool, page: Page, broker: ServiceProcess
+) -> None:
+    for i in range(num_pods):
+        beat(broker.url, f"vllm-{i}", None)
+    page.next_turn()
+    widths = page.run(
+        "return ['topology-section', 'columns'].map((id) =>"
+        " document.getElementById(id).clientWidth)"
+    )
+    assert (widths[0] > 0.9 * widths[1]) is is_wide
+    drawn = page.run("return document.querySelector('#topology svg').clientWidth")
+    assert drawn > 0.9 * widths[0]
 
 
 def test_two_hundred_pods(page: Page, broker: ServiceProcess) -> None:

@@ -95,6 +95,7 @@ port: {{ (include "lmcache.ports" . | fromYaml).broker }}
 {{- include "lmcache.healthSettings" . }}
 {{ include "lmcache.authSettings" . }}
 ticket_keys_file: {{ include "lmcache.credentialsPath" . }}/ticket-keys
+page_title: {{ printf "%s in namespace %s" .root.Release.Name .root.Release.Namespace | quote }}
 {{- include "lmcache.redisSettings" . }}
 {{- include "lmcache.discoverySettings" . }}
 {{ include "lmcache.setOptions" .root.Values.broker.config }}

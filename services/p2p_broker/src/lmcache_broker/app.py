@@ -65,7 +65,7 @@ def create_lifespan(
             hot=hot,
         )
         state = service_state(app)
-        overview = BrokerOverview(settings.instance_id, registry, hot, settings.history_interval_s)
+        overview = BrokerOverview(settings, app.version, registry, hot)
         app.state.broker = BrokerParts(settings, registry, scheduler, hot, overview)
         tasks = TaskSupervisor("broker")
         if settings.redis_url is not None:

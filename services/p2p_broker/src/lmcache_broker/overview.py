@@ -15,6 +15,7 @@ from lmcache_core.security import SHARED_OWNER, Principal, unix_ms
 
 from lmcache_broker.peers.record import PeerRecord
 from lmcache_broker.peers.registry import PeerRegistry
+from lmcache_broker.settings import BrokerSettings
 from lmcache_broker.transfers.hot import HotChunks, HotPrefix
 
 MAX_SAMPLES: Final = 360
@@ -185,6 +186,9 @@ class Overview(msgspec.Struct, frozen=True):
     Attributes:
         time_ms: When this was composed, Unix time in milliseconds; up to 4 s ago in a large
             cluster.
+        title: What the broker's settings call this installation; may be empty.
+        version: The broker's release.
+        docs_url: Where its settings say that the documentation is.
         broker: Instance id of the broker that answers.
         tenant: The caller's tenant.
         shares: Whether this broker is configured to share peers with others.
@@ -202,6 +206,9 @@ class Overview(msgspec.Struct, frozen=True):
     """
 
     time_ms: int
+    title: str
+    version: str
+    docs_url: str | None
     broker: str
     tenant: str
     shares: bool
@@ -412,15 +419,14 @@ class BrokerOverview:
     """Builds `Overview`.
 
     Args:
-        broker: This broker's name among its peers.
-        interval_s: Seconds between two samples.
+        version: This broker's release.
     """
 
     def __init__(
-        self, broker: str, registry: PeerRegistry, hot: HotChunks, interval_s: float
+        self, settings: BrokerSettings, version: str, registry: PeerRegistry, hot: HotChunks
     ) -> None:
-        self._interval_s = interval_s
-        self._broker = broker
+        self._settings = settings
+        self._version = version
         self._registry = registry
         self._hot = hot
         self._history = History()
@@ -478,7 +484,10 @@ class BrokerOverview:
         }
         return Overview(
             time_ms=unix_ms(),
-            broker=self._broker,
+            title=self._settings.page_title,
+            version=self._version,
+            docs_url=self._settings.docs_url,
+            broker=self._settings.instance_id,
             tenant=principal.tenant,
             shares=self._registry.shares,
             is_shared=self._registry.is_shared,
@@ -486,7 +495,7 @@ class BrokerOverview:
             peers=[_seen(record, now_s) for record in records[:MAX_SHOWN_PEERS]],
             links=_links(records),
             totals=totals,
-            interval_s=self._interval_s,
+            interval_s=self._settings.history_interval_s,
             windows=self._history.windows(owners),
             samples=self._history.of(owners),
             hot_chunks=[

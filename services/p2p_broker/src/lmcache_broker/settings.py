@@ -150,6 +150,10 @@ class BrokerSettings(DiscoverySettings, RedisSettings):
     """Wanted holders of a hot chunk."""
     history_interval_s: float = Field(default=10.0, ge=1.0, le=60.0, allow_inf_nan=False)
     """Interval of the page's history, which has 360."""
+    page_title: str = Field(default="", max_length=200)
+    """What the page calls this installation; the chart: release and namespace."""
+    docs_url: str | None = Field(default=None, pattern=URL_PATTERN, max_length=300)
+    """Where you serve the documentation; the page leads there."""
     redis_timeout_ms: int = Field(default=200, ge=1, le=60_000)
     """Longest wait for Redis; after it this broker answers from its own memory."""
 

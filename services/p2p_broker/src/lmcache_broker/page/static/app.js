@@ -7,6 +7,7 @@ import { topology } from './topology.js';
 const KEY = 'lmcache-token';
 const INTERVAL_MS = 5000;
 const TIMEOUT_MS = 4000;
+const WIDE_TOPOLOGY = 12; // pods and servers from which it takes the whole width
 const at = (id) => document.getElementById(id);
 const time = (ms) => new Date(ms).toLocaleTimeString();
 
@@ -41,7 +42,7 @@ function askForToken(wasWrong) {
   at('overview').querySelectorAll('.filled').forEach((place) => place.replaceChildren());
   at('login').hidden = false;
   at('login-error').textContent = wasWrong ? 'The broker does not know this token.' : '';
-  at('as-of').textContent = '';
+  at('as-of').textContent = at('release').textContent = '';
   say('Not signed in');
   at('token').focus();
 }
@@ -52,6 +53,13 @@ function render() {
   at('overview').hidden = false;
   at('leave').hidden = sessionStorage.getItem(KEY) === null;
   drawnWidth = innerWidth;
+  at('overview').classList.toggle('empty', data.num_peers === 0 && data.windows.at(-1).work.requested_chunks === 0);
+  at('columns').classList.toggle('wide', data.peers.length >= WIDE_TOPOLOGY);
+  at('release').textContent = `${data.title && `${data.title}, `}version ${data.version}`;
+  for (const link of document.querySelectorAll('a.docs')) {
+    link.hidden = data.docs_url === null;
+    link.href = data.docs_url ?? '';
+  }
   const room = (id) => Math.max(240, Math.floor(at(id).clientWidth));
   replace(at('gains'), ...gains(data));
   replace(at('totals'), ...totals(data));

@@ -9,6 +9,8 @@ function fill(node, attributes, children) {
 
 export const html = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
 export const svg = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
+/** A name that lines may break behind its dashes and dots. The whole name is the title. */
+export const breakable = (tag, title, text) => html(tag, { title }, ...text.split(/(?<=[-.])/).flatMap((part, i) => (i === 0 ? [part] : [html('wbr'), part])));
 export const nothing = (text) => html('p', { class: 'note' }, text);
 
 /** Replace content, except under a selection. Focus, scroll positions and unfolded parts are kept. */

@@ -30,14 +30,17 @@ export const sum = (counts) => Object.values(counts).reduce((all, count) => all 
 /** The count under a name, which a peer chose: an inherited property is not a count. */
 export const countOf = (counts, name) => (Object.hasOwn(counts, name) ? counts[name] : 0);
 export const clock = (ms) => new Date(ms).toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' });
-/** The common prefix of these names, up to a dash, such as a release's name; empty for a single name. */
-export function commonPrefix(names) {
+/** The common prefix of these names, up to a dash (or another mark), such as a release's name; empty for a single name. */
+export function commonPrefix(names, mark = '-') {
   if (names.length < 2) return '';
   const [first, last] = [names.reduce((a, b) => (a < b ? a : b)), names.reduce((a, b) => (a > b ? a : b))];
   let length = 0;
   while (length < first.length && first[length] === last[length]) length++;
-  return first.slice(0, first.lastIndexOf('-', length - 1) + 1);
+  return first.slice(0, first.lastIndexOf(mark, length - 1) + 1);
 }
+const reversed = (text) => [...text].reverse().join('');
+/** The common end of these names, from a dot on, such as a network's domain; empty for a single name. */
+export const commonSuffix = (names) => reversed(commonPrefix(names.map(reversed), '.'));
 export const shorten = (text, length) => (text.length <= length ? text : `${text.slice(0, 4)}…${text.slice(5 - length)}`);
 
 /** The sums of these counts, by name. Peers choose names, so the result has no inherited properties. */

@@ -1,5 +1,5 @@
-import { gauge, html, nothing, table } from './dom.js';
-import { bytes, colour, commonPrefix, hitRatio, number, percent, sum, words } from './format.js';
+import { breakable, gauge, html, nothing, table } from './dom.js';
+import { bytes, colour, commonPrefix, commonSuffix, hitRatio, number, percent, sum, words } from './format.js';
 
 export function totals(data) {
   const work = data.totals;
@@ -66,7 +66,7 @@ export function links(data) {
 /** Names without their common prefix; the whole name is the element's title. */
 export function namer({ peers }) {
   const prefix = commonPrefix(peers.map((peer) => peer.id));
-  return (id) => html('code', { title: id }, id.startsWith(prefix) ? id.slice(prefix.length) : id);
+  return (id) => breakable('code', id, id.startsWith(prefix) ? id.slice(prefix.length) : id);
 }
 
 function tiers(peer) {
@@ -84,12 +84,14 @@ const state = (peer) => (peer.draining ? (peer.drain === null ? 'draining' : `dr
 export function peers(data) {
   if (data.peers.length === 0) return nothing('No pod is registered.');
   const name = namer(data);
+  const suffix = commonSuffix(data.peers.map((peer) => peer.node).filter(Boolean));
+  const node = (peer) => breakable('div', peer.node, peer.node.slice(0, peer.node.length - suffix.length));
   const alone = (peer) => (typeof peer.figures?.sole_bytes === 'number' ? bytes(peer.figures.sole_bytes) : '–');
   const loaded = (peer) => (peer.figures === null ? '–' : bytes(sum(peer.figures.loaded_bytes)));
   const columns = [
     ['Name', (peer) => name(peer.id)],
     ['State', (peer) => html('div', {}, html('div', {}, state(peer)), html('span', { class: 'faint' }, peer.kind))],
-    ['Where', (peer) => html('div', { class: 'wrap', title: peer.distributed_url }, html('div', {}, peer.zone || '–'), html('span', { class: 'faint' }, peer.node)), false, true],
+    ['Where', (peer) => html('div', { class: 'where wrap', title: peer.distributed_url }, html('div', {}, peer.zone || '–'), html('div', { class: 'faint' }, node(peer))), false, true],
     ['Tiers', tiers],
     ['Loaded', loaded, true, true],
     ['Held alone', alone, true, true],
@@ -98,6 +100,6 @@ export function peers(data) {
   ];
   const prefix = commonPrefix(data.peers.map((peer) => peer.id));
   const count = data.num_peers > data.peers.length ? `${data.peers.length} of ${data.num_peers}` : `${data.num_peers} alive`;
-  const caption = prefix === '' ? count : `${count}; all names begin with ${prefix}`;
+  const caption = [count, prefix && `all names begin with ${prefix}`, suffix && `all nodes end in ${suffix}`].filter(Boolean).join('; ');
   return table(caption, columns, data.peers, (peer) => peer.id);
 }
