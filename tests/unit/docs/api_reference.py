@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lmcache_storage.settings import StorageSettings
 from lmcache_webhook.app import create_app as create_webhook
 from lmcache_webhook.settings import WebhookSettings
 
+Paths = Mapping[str, Mapping[str, Any]]
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "api"
 SERVICES: Mapping[str, Callable[[], FastAPI]] = {
     "cache_storage": lambda: create_storage(StorageSettings()),
@@ -35,14 +37,15 @@ SERVICES: Mapping[str, Callable[[], FastAPI]] = {
 UNTYPED = (404, 405, 406, 408, 413, 415)
 """Statuses that say all: the `type` of these problems is `about:blank`."""
 SHARED = {"/v1/admin/log-level", "/healthz", "/readyz", "/metrics", "/"}
+EVERY = "every service"
 HEAD = """\
 # API
 
-Every call of every service. Parameters, fields, types, bounds and answers are in OpenAPI documents:
+Every call of every service. Parameters, bodies with an example, and answers:
 """
 TAIL = """\
-Each service also serves its own at `/openapi.json`. Written by `make api-docs`. How calls work
-together: [protocols.md](../protocols.md).
+Each service also serves its OpenAPI document at `/openapi.json`. Written by `make api-docs`. How
+calls work together: [protocols.md](../protocols.md).
 
 """
 
@@ -50,17 +53,126 @@ together: [protocols.md](../protocols.md).
 def pages() -> dict[str, str]:
     """Return every file of docs/api by name."""
     documents = {name: create().openapi() for name, create in SERVICES.items()}
-    links = ", ".join(f"[{name}]({name}.yaml)" for name in documents)
-    tables = [_table(name, document["paths"], SHARED) for name, document in documents.items()]
-    rest = documents["lookup"]["paths"]
-    tables.append(_table("every service", rest, rest.keys() - SHARED))
-    tables.append(_problems())
-    written = {"README.md": f"{HEAD}{links}.\n{TAIL}" + "\n".join(tables)}
-    return written | {f"{name}.yaml": _yaml(document) for name, document in documents.items()}
+    paths = {
+        name: {path: calls for path, calls in document["paths"].items() if path not in SHARED}
+        for name, document in documents.items()
+    }
+    paths[EVERY] = {path: documents["lookup"]["paths"][path] for path in sorted(SHARED)}
+    schemas = {name: document["components"]["schemas"] for name, document in documents.items()}
+    schemas[EVERY] = schemas["lookup"]
+    written = {f"{name}.yaml": _yaml(document) for name, document in documents.items()}
+    links = []
+    for name in paths:
+        page = f"{name.replace(' ', '_')}.md"
+        written[page] = _page(name, documents.get(name, {}), paths[name], schemas[name])
+        links.append(f"[{name}]({page})")
+    tables = [_table(name, calls) for name, calls in paths.items()] + [_problems()]
+    written["README.md"] = f"{HEAD}{', '.join(links)}.\n{TAIL}" + "\n".join(tables)
+    return written
 
 
-def _table(title: str, paths: Mapping[str, Any], without: set[str]) -> str:
-    return "\n".join([f"## {title}\n", "| call | |", "|---|---|", *_rows(paths, without)]) + "\n"
+def _page(title: str, document: Mapping[str, Any], paths: Paths, schemas: Mapping[str, Any]) -> str:
+    """Return the calls of a service, then the types that they name."""
+    parts = [f"# API: {title}\n"]
+    if document:
+        parts.append(
+            f"{document['info']['description']} All of it: [{title}.yaml]({title}.yaml).\n"
+        )
+    parts.append("Failures are [problems](README.md#problems).\n")
+    for path, calls in paths.items():
+        for method, call in calls.items():
+            parts += _call(f"{method.upper()} {path}", call, schemas)
+    named, found = list(_refs(paths)), set()
+    while named:
+        found.add(name := named.pop())
+        named += set(_refs(schemas[name])) - found
+    return "\n".join([*parts, *(_type(name, schemas[name]) for name in sorted(found))])
+
+
+def _call(heading: str, call: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[str]:
+    yield f"## `{heading}`\n"
+    yield " ".join(f"{call['summary']}. {_line(call.get('description', ''))}".split()) + "\n"
+    rows = [
+        (one["name"], one["in"], _kind(one["schema"]), _line(one.get("description", "")))
+        for one in call.get("parameters", ())
+    ]
+    if rows:
+        yield _rows_of(("parameter", "in", "type", "meaning"), rows)
+    for media_type, content in call.get("requestBody", {}).get("content", {}).items():
+        yield f"Body, `{media_type}`: {_kind(content['schema'])}\n"
+        for name in _refs(content):
+            for example in schemas[name].get("examples", ()):
+                yield f"```json\n{json.dumps(example, indent=2)}\n```\n"
+    answers = []
+    for status, answer in call["responses"].items():
+        kinds = [_kind(one.get("schema", {})) for one in answer.get("content", {}).values()]
+        if status.isdecimal() and "$ref" not in answer:
+            answers.append(f"{status} {' or '.join(filter(None, dict.fromkeys(kinds)))}".rstrip())
+    failing = [status for status, one in call["responses"].items() if "$ref" in one]
+    failing = [f"a problem ({', '.join(filter(str.isdecimal, failing))})"] if failing else []
+    yield f"Answers: {'; '.join(answers + failing)}\n"
+
+
+def _type(name: str, schema: Mapping[str, Any]) -> str:
+    required = schema.get("required", ())
+    rows = [
+        (
+            field,
+            _kind(one) + ("" if field in required else ", optional"),
+            one.get("description", ""),
+        )
+        for field, one in schema.get("properties", {}).items()
+    ]
+    rows += [
+        (str(place), _kind(one), one.get("description", ""))
+        for place, one in enumerate(schema.get("prefixItems", ()))
+    ]
+    table = [_rows_of(("field", "type", "meaning"), rows)] if rows else []
+    return "\n".join([f"## {name}\n", f"{_line(schema.get('description', ''))}\n", *table])
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    """Return a type in a few words; patterns are in the document alone."""
+    if "$ref" in schema:
+        name = schema["$ref"].rsplit("/", 1)[1]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return " or ".join(_kind(one) for one in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum") or [schema["const"]]
+        return " or ".join(f"`{value}`" for value in values)
+    kind = str(schema.get("type", ""))
+    if schema.get("items"):
+        kind = f"list of {_kind(schema['items'])}"
+    if isinstance(schema.get("additionalProperties"), dict):
+        kind = f"map to {_kind(schema['additionalProperties'])}"
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[name]:,}" for name, sign in signs.items() if name in schema]
+    return ", ".join([kind, *bounds])
+
+
+def _refs(node: Any) -> Iterator[str]:
+    """Yield the names of the schemas that a part of a document refers to."""
+    if isinstance(node, list):
+        for item in node:
+            yield from _refs(item)
+    elif isinstance(node, dict):
+        for key, item in node.items():
+            if key == "$ref" and "/schemas/" in item:
+                yield item.rsplit("/", 1)[1]
+            yield from _refs(item)
+
+
+def _rows_of(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for first, *others in rows:
+        cells = [f"`{first}`", *(cell.replace("|", r"\|") for cell in others)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(title: str, paths: Paths) -> str:
+    return "\n".join([f"## {title}\n", "| call | |", "|---|---|", *_rows(paths)]) + "\n"
 
 
 def _problems() -> str:
@@ -72,9 +184,9 @@ def _problems() -> str:
     return "\n".join(["## Problems\n", "| `type` | status | |", "|---|---|---|", *rows]) + "\n"
 
 
-def _rows(paths: Mapping[str, Any], without: set[str]) -> Iterator[str]:
+def _rows(paths: Paths) -> Iterator[str]:
     for path, operations in paths.items():
-        for method, operation in operations.items() if path not in without else ():
+        for method, operation in operations.items():
             summary = operation["summary"].replace("|", r"\|")
             yield f"| `{method.upper()} {path}` | {summary}. |"
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 
+import msgspec
 import pytest
+from lmcache_core.keys import CacheEngineKey
 from lmcache_servicekit.app import ServiceApp
+from lmcache_servicekit.bodies import ApiModel
 
 from tests.unit.docs.api_reference import FOLDER, SERVICES, pages
+
+EXAMPLES: dict[str, Any] = json.loads(
+    files("lmcache_servicekit").joinpath("examples.json").read_bytes()
+)
 
 OLD = {"/v1/peers/{peer_id}:drain"}
 """In no document: where the preview's `lmcachectl` calls it."""
@@ -45,6 +54,53 @@ def test_operations_parameters_and_fields_say_more_than_their_names(service: str
     said = [*_said_of_operations(document["paths"]), *_said_of_schemas(document["components"])]
     assert len(said) > 30
     assert [name for name, text in said if _plain(text) in ("", _plain(name.split()[-1]))] == []
+
+
+def test_every_json_body_has_an_example_and_each_example_a_body() -> None:
+    bodies = set()
+    for create in SERVICES.values():
+        document = create().openapi()
+        schemas = document["components"]["schemas"]
+        for operation in (one for path in document["paths"].values() for one in path.values()):
+            content = operation.get("requestBody", {}).get("content", {})
+            if "application/json" not in content:
+                continue
+            schema = content["application/json"]["schema"]
+            name = schema.get("anyOf", [schema])[0]["$ref"].rsplit("/", 1)[1]
+            assert schemas[name]["examples"] == [EXAMPLES[name]], operation["operationId"]
+            bodies.add(name)
+    assert bodies == EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_accepted_by_its_model_and_has_nothing_else(name: str) -> None:
+    for create in SERVICES.values():
+        create()  # which imports the models
+    (model,) = (one for one in _subclasses(ApiModel, msgspec.Struct) if one.__name__ == name)
+    text = json.dumps(EXAMPLES[name])
+    if issubclass(model, msgspec.Struct):
+        read = msgspec.to_builtins(msgspec.json.decode(text, type=model))
+    else:
+        read = model.model_validate_json(text).model_dump(mode="json", exclude_unset=True)
+    assert _within(EXAMPLES[name], read)
+    for key in EXAMPLES[name].get("keys", ()):
+        assert CacheEngineKey.from_url(key).to_url() == key
+
+
+def _subclasses(*classes: type) -> Iterator[Any]:
+    for one in classes:
+        for below in one.__subclasses__():
+            yield below
+            yield from _subclasses(below)
+
+
+def _within(part: Any, whole: Any) -> bool:
+    """Return whether all that the part has is in the whole, which may have defaults besides."""
+    if isinstance(part, dict):
+        return all(name in whole and _within(value, whole[name]) for name, value in part.items())
+    if isinstance(part, list):
+        return len(part) == len(whole) and all(map(_within, part, whole))
+    return bool(part == whole)
 
 
 def _said_of_operations(paths: dict[str, Any]) -> Iterator[tuple[str, str]]:

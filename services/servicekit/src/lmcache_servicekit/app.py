@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from importlib.resources import files
 from typing import Any, Final, Literal
 
 import uvicorn
@@ -86,6 +88,9 @@ class ServiceApp(FastAPI):
         for replaced in ("HTTPValidationError", "ValidationError"):
             schemas.pop(replaced, None)
         schemas.update(problem_schemas() | self._more_schemas)
+        examples = json.loads(files("lmcache_servicekit").joinpath("examples.json").read_bytes())
+        for name in schemas.keys() & examples.keys():
+            schemas[name]["examples"] = [examples[name]]
         components["responses"] = {"Problem": PROBLEM_RESPONSE}
         routes = {
             (route.path, method.lower()): route
