@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lmcache_core.config import OPTIONS, LMCacheEngineConfig
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
 from lmcache_core.config.options import SIDECAR_SETTING
+from lmcache_core.config.sources import is_not_ours
 from lmcache_ctl.errors import UsageError
 from lmcache_ctl.migrate import _print, migration_of
 from lmcache_ctl.output import show
@@ -84,6 +85,22 @@ def test_all_refusals_are_reported_at_once(tmp_path: Path) -> None:
     assert Ctl().json("migrate", tmp_path / "lmcache.yaml", code=1)["sidecar"] == {
         "remote_url": "lm://h:1"
     }
+
+
+def test_a_tier_that_is_off_needs_no_valid_size(tmp_path: Path) -> None:
+    options = {"local_disk": None, "max_local_disk_size": 10737418240}
+    found = migration_of(written(tmp_path, **options))
+    assert not found.refused
+    assert any("max_local_disk_size" in note for note in found.notes)
+
+
+def test_a_wait_that_becomes_a_deadline_is_named(tmp_path: Path) -> None:
+    notes = "\n".join(migration_of(written(tmp_path, blocking_timeout_secs=120)).notes)
+    assert "blocking_timeout_secs: tier_timeout_s=120: the longest wait on a tier here" in notes
+
+
+def test_sizes_are_said_to_be_per_gpu_where_there_are_any(tmp_path: Path) -> None:
+    assert migration_of(written(tmp_path)).notes == ["the file sets nothing"]
 
 
 def test_what_has_no_effect_here_is_left_out(tmp_path: Path) -> None:
@@ -155,7 +172,7 @@ def test_a_size_is_taken_as_it_is_or_refused(
 HOSTILE = {
     "nothing": b"",
     "not closed": b"[",
-    "deep": b"[" * 2000,
+    "deep": b"[" * 500,
     "a tag of Python's": b"salt: !!python/object:os.system {}",
     "a number without end": b"chunk_size: 0x" + b"f" * 6000,
     "a name without end": b"? 0x" + b"f" * 6000 + b"\n: 1\n",
@@ -415,6 +432,88 @@ def test_options_are_found_in_values_of_production_stack(tmp_path: Path) -> None
     assert "s3cret" not in str(found)
 
 
+CONNECTOR = '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "engine", "said"),
+    [
+        ("services: {vllm: {environment: [LMCACHE_CHUNK_SIZE=128, A=b]}}", {"chunk_size": 128}, ""),
+        (
+            "kind: Kustomization\nconfigMapGenerator: [{literals: [LMCACHE_CHUNK_SIZE=128]}]",
+            {"chunk_size": 128},
+            "",
+        ),
+        (
+            "args:\n- |\n  export LMCACHE_CHUNK_SIZE=128 LMCACHE_SALT=$SALT\n  exec vllm serve m\n",
+            {"chunk_size": 128},
+            "LMCACHE_SALT: is expanded",
+        ),
+        (
+            "env: [{name: LMCACHE_REMOTE_URL, value: 'lm://{{ .Release.Name }}:1'}]",
+            {},
+            "LMCACHE_REMOTE_URL: is expanded at env[0], not here",
+        ),
+        (
+            "environment: {LMCACHE_CHUNK_SIZE: '128', LMCACHE_SALT: '${SALT}'}",
+            {"chunk_size": 128},
+            "LMCACHE_SALT: is expanded",
+        ),
+        ("args:\n- LMCACHE_CHUNK_SIZE=128 vllm 'serve\n", {}, "a script that cannot be read"),
+        (
+            f'kv-transfer-config: \'{CONNECTOR[:-1]}, "kv_connector_extra_config":'
+            ' {"lmcache.chunk_size": 128}}\'\nmodel: m\n',
+            {"chunk_size": 128},
+            "",
+        ),
+        (
+            "args: [--kv-transfer-config.kv_connector, LMCacheConnectorV1]",
+            {},
+            "--kv-transfer-config.kv_connector: only JSON after --kv-transfer-config is read",
+        ),
+        (
+            "lmcacheConfig: {enabled: true, kvRole: kv_producer}",
+            {},
+            "lmcacheConfig.kvRole='kv_producer': only kv_both is there",
+        ),
+        (
+            f"args: [--kv-transfer-config, '{CONNECTOR}']\nenvFrom: [{{secretRef: {{name: a}}}}]",
+            {},
+            "envFrom: its variables are not read; migrate what it names, too",
+        ),
+        (
+            "command: [lmcache, server, --l1-size-gb, '60']",
+            {},
+            "command[2]: options of lmcache server are not read; its --l1-size-gb is arena_gb here",
+        ),
+        (
+            "args: [-c, lmcache server --l1-size-gb=60]",
+            {},
+            "args[1][2]: options of lmcache server are not read; its --l1-size-gb is arena_gb here",
+        ),
+    ],
+)
+def test_what_sets_options_elsewhere_is_read_or_named(
+    content: str, engine: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """As in Compose, Kustomize, scripts, vLLM's own file, and LMCache's server."""
+    file = tmp_path / "deployment.yaml"
+    file.write_text(content)
+    found = migration_of(file)
+    assert found.engine == engine
+    assert said in "\n".join([*found.notes, *found.refused])
+
+
+def test_what_an_annotation_says_sets_nothing(tmp_path: Path) -> None:
+    """`kubectl` keeps a manifest in one, people write remarks."""
+    file = tmp_path / "pod.yaml"
+    metadata = {"annotations": {"why": "LMCACHE_CHUNK_SIZE=512 was slower"}}
+    env = [{"name": "LMCACHE_CHUNK_SIZE", "value": "128"}]
+    file.write_text(json.dumps({"kind": "Pod", "metadata": metadata, "env": env}))
+    found = migration_of(file)
+    assert (found.engine, found.refused) == ({"chunk_size": 128}, [])
+
+
 def test_an_option_with_two_values_is_neither(tmp_path: Path) -> None:
     """As of a prefill and a decode deployment."""
     file = tmp_path / "values.yaml"
@@ -586,6 +685,125 @@ def test_any_connector_of_a_manifest_is_carried_over_or_named(
     args = ["--kv-transfer-config", json.dumps(config)]
     file.write_text(json.dumps({"kind": "Pod", "args": args}), encoding="utf-8")
     check(file, source)
+
+
+# --- Every name in every form ---------------------------------------------------------------------
+
+AROUND = {
+    "local_disk": "/tier/",
+    "max_local_cpu_size": 3,
+    "max_local_disk_size": 4,
+    "remote_url": "redis://tier:1",
+}
+"""Tiers, without which some options mean nothing."""
+UNITS = ("5Gi", "30s", "80%")
+
+
+def as_file(source: dict[str, Any]) -> str:
+    return json.dumps(source)
+
+
+def as_variables(source: dict[str, Any]) -> str:
+    """Of a container: null is no value, all others are texts."""
+    variables = [
+        {"name": f"LMCACHE_{name.upper()}"} | ({} if value is None else {"value": str(value)})
+        for name, value in source.items()
+    ]
+    return json.dumps({"kind": "Pod", "env": variables})
+
+
+PLACES = pytest.mark.parametrize("place", [as_file, as_variables])
+
+
+def values_of(name: str) -> list[Any]:
+    """Two that the option takes and that are no texts; of LMCache's names, two that it may."""
+    if name not in OPTIONS:
+        return [True, 0.5]
+    option = OPTIONS[name]
+    kinds = {bool: [True, False], int: list(map(int, option.limits)), float: list(option.limits)}
+    return kinds.get(option.kind, [])
+
+
+class Migrations:
+    """Migrates sources from one place; whatever comes out is checked by what reads it."""
+
+    def __init__(self, file: Path, place: Any) -> None:
+        self._file, self._place = file, place
+
+    def __call__(self, source: dict[str, Any]) -> Any:
+        self._file.write_text(self._place(source), encoding="utf-8")
+        found = migration_of(self._file)
+        chosen = {name: CHOSEN.get(name, "/chosen") for name in found.to_choose}
+        SidecarSettings(**chosen | found.sidecar)
+        engine = {"remote_url": None, "sidecar_socket": "/s"} | found.engine
+        LMCacheEngineConfig.from_defaults(**engine)
+        CHART.validate(found.chart)
+        return found
+
+
+@pytest.fixture
+def migrations(tmp_path: Path, place: Any) -> Migrations:
+    return Migrations(tmp_path / "any.yaml", place)
+
+
+def around(name: str) -> dict[str, Any]:
+    """The tiers without what a name sets, or means."""
+    known = FOREIGN_NAMES.get(name)
+    meant = (known.translate(5, {}) if known is not None else None) or {}
+    return {each: value for each, value in AROUND.items() if each not in (name, *meant)}
+
+
+def carried(found: Any) -> tuple[Any, ...]:
+    return found.sidecar, found.engine, found.chart
+
+
+@PLACES
+def test_null_is_as_if_the_name_were_not_there(migrations: Migrations) -> None:
+    for name in NAMES:
+        found = migrations(around(name) | {name: None})
+        assert not found.refused, name
+        assert carried(found) == carried(migrations(around(name))), name
+
+
+def test_quotes_change_nothing(tmp_path: Path) -> None:
+    """Around a number or a truth value; variables have no others."""
+    plain, quoted = (Migrations(tmp_path / "a.yaml", place) for place in (as_file, as_variables))
+    for name in NAMES:
+        for value in values_of(name):
+            found = plain(around(name) | {name: value})
+            text = f" {value} ".lower()
+            for other in (plain(around(name) | {name: text}), quoted(around(name) | {name: value})):
+                assert carried(other) == carried(found), (name, value)
+                assert bool(other.refused) == bool(found.refused), (name, value)
+
+
+@PLACES
+@pytest.mark.parametrize("text", UNITS)
+def test_a_value_in_another_unit_is_never_guessed(text: str, migrations: Migrations) -> None:
+    """It is refused, unless the option has no effect here."""
+    for name in NAMES:
+        if name in OPTIONS and OPTIONS[name].kind is str:
+            continue
+        source = around(name) | {name: text}
+        found = migrations(source)
+        assert carried(found) == carried(migrations(around(name))), name
+        assert name in "\n".join([*found.notes, *found.refused])
+        known = FOREIGN_NAMES.get(name)
+        asks_nothing = known is not None and known.translate(text, source) == {}
+        has_no_effect = asks_nothing or (known is not None and known.is_tuning)
+        assert bool(found.refused) != has_no_effect, (name, found.refused)
+
+
+@PLACES
+def test_an_unknown_name_is_refused(place: Any, migrations: Migrations) -> None:
+    known = carried(migrations(AROUND))
+    for name in (f"{each}_x" for each in NAMES):
+        found = migrations(AROUND | {name: 5})
+        assert carried(found) == known, name
+        said = "\n".join(found.refused)
+        if place is as_variables and is_not_ours(f"LMCACHE_{name.upper()}", "5"):
+            said = "\n".join(found.notes)  # of a service, which an engine beside it may see
+        assert name in said or name.upper() in said
 
 
 @given(content=st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode()))

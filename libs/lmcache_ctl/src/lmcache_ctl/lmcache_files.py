@@ -1,9 +1,9 @@
 """Find LMCache's options in the files that hold them: its YAML file, an environment file,
 Kubernetes manifests, and values of charts such as production-stack's.
 
-In a manifest or values, an option is where a container reads it from: variables `LMCACHE_…`, the
-JSON after `--kv-transfer-config`, LMCache's YAML file in a ConfigMap, and `lmcacheConfig`. All else
-there is not LMCache's.
+In a manifest or values, an option is where a container reads it from: variables `LMCACHE_…`, also
+`LMCACHE_…=…` in a list or a script, the JSON after `--kv-transfer-config`, LMCache's YAML file in a
+ConfigMap, and `lmcacheConfig`. All else there is not LMCache's.
 """
 
 from __future__ import annotations
@@ -62,8 +62,15 @@ STACK_NAMES: Final = {
 """production-stack's `lmcacheConfig`, and the option that its chart sets."""
 STACK_MEMBERS: Final = ("lmcacheConfig", "lmCacheConfig")
 _TRANSFER: Final = ("--kv-transfer-config", "--kv_transfer_config")
+_TRANSFER_NAMES: Final = ("kv-transfer-config", "kv_transfer_config", "kvTransferConfig")
+"""In a YAML file of vLLM's own, and in values."""
+_LISTS_OF_VARIABLES: Final = ("env", "environment", "literals")
+"""Of Compose and Kustomize: what follows the first `=` is the value, not a script."""
+_SERVER_MEMORY: Final = "--l1-size-gb"
 _VARIABLE = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)")
-_EXPANDED = re.compile(r"\$[\w({]")
+_ASSIGNMENT = re.compile(rf"({ENV_PREFIX}\w+)=(.*)", re.DOTALL)
+_SCRIPT = re.compile(rf"\b{ENV_PREFIX}\w+=")
+_EXPANDED = re.compile(r"\$[\w({]|\{\{")
 _NUMBER = re.compile(r"[+-]?\d[\d.]*(?:[eE][+-]?\d+)?")
 _MAX_DEPTH = 100
 
@@ -162,7 +169,8 @@ def _is_plain(documents: list[Any]) -> bool:
         return "kv_connector" not in data
     is_nested = any(isinstance(value, Mapping | list) for value in data.values())
     has_variables = any(isinstance(name, str) and name.startswith(ENV_PREFIX) for name in data)
-    return not (is_nested or has_variables or "kind" in data or "kv_connector" in data)
+    is_vllm = any(name in data for name in ("kind", "kv_connector", *_TRANSFER_NAMES))
+    return not (is_nested or has_variables or is_vllm)
 
 
 class _Reader:
@@ -177,10 +185,10 @@ class _Reader:
         for name, text in variables:
             if not name.startswith(ENV_PREFIX):
                 others.append(name)
-            elif _EXPANDED.search(text) and not text.startswith("'"):
-                self._refuse(name, "a shell expands it, which is not done here; write its value")
-            else:
+            elif text.startswith("'"):
                 self._variable(name, _unquoted(text), name)
+            else:
+                self._assignment(name, _unquoted(text), name)
         if others:
             self.found.notes.append(f"left out, not LMCache's: {', '.join(others)}")
 
@@ -207,11 +215,22 @@ class _Reader:
         for name, value in data.items():
             place = f"{where}.{_name(name)}" if where else _name(name)
             if isinstance(name, str) and name.startswith(ENV_PREFIX):
-                self._variable(name, value, place)
+                if isinstance(value, str) and where.endswith(_LISTS_OF_VARIABLES):
+                    self._assignment(name, value, place)
+                else:
+                    self._variable(name, value, place)
+            elif name == "annotations":  # one may hold all of the manifest as it was before
+                continue
             elif name in STACK_MEMBERS and isinstance(value, Mapping):
                 self._stack(value, place)
             elif name == "cacheserverSpec":
                 self.found.notes.append(f"{place}: left out; the chart's cache_storage replaces it")
+            elif name in _TRANSFER_NAMES:
+                self._json(value, place, depth)
+            elif name == "envFrom" and value:
+                self.found.notes.append(
+                    f"{place}: its variables are not read; migrate what it names, too"
+                )
             elif is_encoded and name == "data" and isinstance(value, Mapping):
                 for each in value:
                     self._refuse(f"{place}.{_name(each)}", "a Secret is not read; write its value")
@@ -221,12 +240,16 @@ class _Reader:
     def _list(self, data: list[Any], where: str, depth: int) -> None:
         for number, item in enumerate(data):
             place = f"{where}[{number}]"
+            is_variable = isinstance(item, str) and where.endswith(_LISTS_OF_VARIABLES)
+            if is_variable and (match := _ASSIGNMENT.fullmatch(item)):
+                self._assignment(match[1], match[2], place)
+                continue
             name = item.get("name") if isinstance(item, Mapping) else None
             if isinstance(name, str) and name.startswith(ENV_PREFIX):
                 if "valueFrom" in item:
                     self._refuse(name, f"valueFrom at {place} is not read; write its value")
-                elif "$(" in str(item.get("value", ""))[:1000]:
-                    self._refuse(name, f"the kubelet expands it at {place}; write its value")
+                elif any(mark in str(item.get("value", "")) for mark in ("$(", "{{")):
+                    self._refuse(name, f"is expanded at {place}, not here; write its value")
                 else:
                     self._variable(name, item.get("value"), place)
             elif item in _TRANSFER and number + 1 < len(data):
@@ -239,11 +262,20 @@ class _Reader:
         option, is_whole, value = text.partition("=")
         if option in _TRANSFER and is_whole:
             self._json(value, where, depth)
-        elif any(option in text for option in _TRANSFER) and text not in _TRANSFER:
+        elif option.startswith(tuple(f"{name}." for name in _TRANSFER)):
+            self._refuse(f"{where}: {option}", f"only JSON after {_TRANSFER[0]} is read")
+        elif option == _SERVER_MEMORY:
+            self.found.notes.append(
+                f"{where}: options of lmcache server are not read; its {_SERVER_MEMORY} is arena_gb"
+                " here, and per node"
+            )
+        elif (match := _ASSIGNMENT.fullmatch(text)) and not any(map(str.isspace, text)):
+            self._assignment(match[1], match[2], where)
+        elif _is_script(text):
             try:
                 words = shlex.split(text, comments=True)
             except ValueError:
-                self._refuse(where, f"{_TRANSFER[0]} in a script that cannot be read")
+                self._refuse(where, "a script that cannot be read; write what it sets")
                 return
             if words != [text]:
                 self._list(words, where, depth + 1)
@@ -274,12 +306,7 @@ class _Reader:
             kept = shown(config["kv_connector"])
             self.found.notes.append(f"{where}: kv_connector={kept} is not LMCache's, left out")
             return
-        role = config.get("kv_role", "kv_both")
-        if role != "kv_both":
-            self._refuse(
-                f"{where}.kv_role={shown(role)}",
-                "only kv_both is there; pods share KV through peers or the remote tier",
-            )
+        self._role(config, "kv_role", where)
         others = [
             _name(name) for name in config if name not in ("kv_role", "kv_connector_extra_config")
         ]
@@ -297,6 +324,7 @@ class _Reader:
             names = ", ".join(map(_name, config))
             self.found.notes.append(f"{where}: is not enabled there; left out: {names}")
             return
+        self._role(config, "kvRole", where)
         others = []
         for name, value in config.items():
             place = f"{where}.{_name(name)}"
@@ -304,10 +332,25 @@ class _Reader:
                 option = STACK_NAMES[name]
                 if value not in ("", None):
                     self._add(option, as_option(option, value), place)
-            elif name != "enabled":
+            elif name not in ("enabled", "kvRole"):
                 others.append(_name(name))
         if others:
             self.found.notes.append(f"{where}: left out, no option of LMCache: {', '.join(others)}")
+
+    def _role(self, config: Mapping[Any, Any], name: str, where: str) -> None:
+        role = config.get(name) or "kv_both"
+        if role != "kv_both":
+            self._refuse(
+                f"{where}.{name}={shown(role)}",
+                "only kv_both is there; pods share KV through peers or the remote tier",
+            )
+
+    def _assignment(self, variable: str, text: str, where: str) -> None:
+        """Take what a shell or Compose sets, unless they expand it."""
+        if _EXPANDED.search(text):
+            self._refuse(variable, "is expanded where it is used, not here; write its value")
+        else:
+            self._variable(variable, text, where)
 
     def _variable(self, variable: str, value: Any, where: str) -> None:
         name = variable.removeprefix(ENV_PREFIX).lower()
@@ -337,6 +380,12 @@ class _Reader:
 
     def _refuse(self, what: str, why: str) -> None:
         self.found.refused.append(f"{self._path}: {what}: {why}")
+
+
+def _is_script(text: str) -> bool:
+    """Return whether a text holds words that set options."""
+    is_option = any(name in text for name in (*_TRANSFER, _SERVER_MEMORY))
+    return (is_option and text not in _TRANSFER) or _SCRIPT.search(text) is not None
 
 
 def _of_variable(name: str, value: Any) -> Any:

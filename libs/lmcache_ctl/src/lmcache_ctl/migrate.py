@@ -123,7 +123,8 @@ def migration_of(file: Path) -> Migration:
         raise UsageError(str(exc)) from exc
     migrator = _Migrator(str(file), found.named)
     migrator.migrate()
-    notes = [PER_GPU, *found.notes, *migrator.notes]
+    sizes = [PER_GPU] if migrator.sidecar.keys() & CHART_SIZES.keys() else []
+    notes = [*sizes, *found.notes, *migrator.notes]
     if not found.named and not found.notes and not found.refused:
         notes.append("the file sets nothing")
     return Migration(
@@ -180,6 +181,7 @@ class _Migrator:
             if meant == {}:
                 (idle if known.part_of else asks_nothing).append(name)
             self._sources |= dict.fromkeys(meant or (), name)
+        idle += self._remove_parts(values)
         possible = {}
         for name, value in values.items():
             problems = problems_of({name: value}, OPTIONS)
@@ -190,10 +192,7 @@ class _Migrator:
                 self.refused += [f"{source} means {each}" if source else each for each in problems]
             else:
                 possible[name] = value
-        for tier, parts in PART_OF_TIER.items():
-            if possible.get(tier) is None:
-                idle += [self._sources.get(name, name) for name in possible if name in parts]
-                possible = {name: possible[name] for name in possible if name not in parts}
+        idle += self._remove_parts(possible)
         self._list("left out, without what they belong to", idle)
         self._list("left out, they ask for nothing", [*unset, *asks_nothing])
         self._take_sizes(possible, values)
@@ -282,6 +281,18 @@ class _Migrator:
             + (f", with {', '.join(used)}" if used else "")
         )
 
+    def _remove_parts(self, values: dict[str, Any]) -> list[str]:
+        """Remove what belongs to a tier that is not there; return its names in the source."""
+        gone = [
+            name
+            for tier, parts in PART_OF_TIER.items()
+            for name in parts
+            if name in values and values.get(tier) is None
+        ]
+        for name in gone:
+            del values[name]
+        return [self._sources.get(name, name) for name in gone]
+
     def _take_sizes(self, possible: dict[str, Any], values: Mapping[str, Any]) -> None:
         """Take the sizes that are there, and name those that have to be chosen."""
         has_disk = possible.get("local_disk") is not None
@@ -328,6 +339,10 @@ class _Migrator:
             self.notes.append(f"{name}: write it into a file and set the sidecar's salt_file to it")
         elif name in SAME_IN_SIDECAR:
             self._set(name, value, said)
+            if name == "tier_timeout_s" and name in self._sources:
+                self.notes.append(
+                    f"{said}: the longest wait on a tier here, after it there is a miss"
+                )
             self.engine |= {name: value} if name in OF_BOTH else {}
         elif option.beside_sidecar.startswith(SIDECAR_SETTING):
             for setting in option.beside_sidecar.removeprefix(SIDECAR_SETTING).split(" and "):

@@ -163,7 +163,9 @@ def _parsed(load: Callable[[bytes], Any], text: bytes, path: str) -> Any:
         mark = exc.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         raise ConfigError(f"{path}{place}: is not valid YAML") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as exc:
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply; is it the right file?") from None
+    except (yaml.YAMLError, ValueError) as exc:
         raise ConfigError(f"{path}: is not valid YAML ({type(exc).__name__})") from None
 
 
