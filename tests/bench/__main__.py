@@ -21,6 +21,7 @@ from tests.bench import (
     codecs,
     eviction,
     lookup,
+    mlperf,
     peers,
     pictures,
     readme,
@@ -117,6 +118,10 @@ class Bench:
         machine = vllm.described(MACHINE)
         return Found(machine, sections, [remark])
 
+    def mlperf(self) -> Found:
+        section, remark = mlperf.measure(self._run, self._directory)
+        return Found(MACHINE, [section], [remark])
+
     def peers(self) -> Found:
         rows, mib = self._options.rows, self._options.mib
         section, remark = peers.measure(self._run, self._directory, rows, mib)
@@ -130,6 +135,7 @@ BY_NAME = {
     "blend_time": Bench.blend_time,
     "hit_ratio": Bench.hit_ratio,
     "lookup_rest": Bench.lookup_rest,
+    "mlperf": Bench.mlperf,
     "peers": Bench.peers,
     "scale": Bench.scale,
     "storage_rest": Bench.storage_rest,
