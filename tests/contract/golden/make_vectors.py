@@ -177,6 +177,8 @@ FRAMES: list[dict[str, Any]] = [
     {"id": 10, "message": ["Stats"]},
     {"id": 10, "message": ["StatsOk", {"Hot": {"num_chunks": 1}}]},
     {"id": 11, "message": ["Prefetch", [[0, {"hex": "c4" * 32}]]]},
+    {"id": 12, "message": ["Watch", 77, 5]},
+    {"id": 12, "message": ["Changes", 77, 6, True, {"hex": "c4" * 32}]},
 ]
 
 

@@ -232,9 +232,9 @@ class Node(ABC, Generic[S]):
             )
             self.announcer.connect(self.reporter, self.local_tiers)
             await self.opened(self.reporter)
-            for tier in self.local_tiers:
-                if isinstance(tier, DiskBackend):
-                    self.tasks.start("announce-disk", self.announcer.announce_when_loaded(tier))
+        for tier in self.local_tiers:
+            if isinstance(tier, DiskBackend):
+                self.tasks.start("announce-disk", self.announcer.announce_when_loaded(tier))
         if self.broker is not None:
             peer = Peer(
                 settings.instance_id,

@@ -117,6 +117,7 @@ class SidecarNode(Node[SidecarSettings]):
             settings.tier_timeout_s,
             self.tasks,
             self.counters,
+            self.announcer.changes,
             owner.journal,
             self.state.tracer,
             readers,

@@ -22,6 +22,7 @@ from lmcache_core.telemetry.tracing import Tracer
 from lmcache_core.token_database import identity_root
 
 if TYPE_CHECKING:
+    from lmcache_core.sidecar import SidecarChunkStore
     from lmcache_core.wire.messages import Describe
 
 BYTES_PER_GB = 1 << 30
@@ -71,7 +72,7 @@ def create_chunk_store(
     client = client or SidecarClient(f"engine-{os.getpid()}")
     store: ChunkStore
     if config.sidecar_socket is not None:
-        store = _sidecar_store(config, metadata, counters, workers, client)
+        store = sidecar_store(config, metadata, counters, workers, client)
     elif memory_allocator is None:
         raise ConfigError(
             "memory_allocator=None: embedded mode needs host memory for chunks (or set"
@@ -91,13 +92,14 @@ def create_chunk_store(
     return store if tracer is None else cast("ChunkStore", TracedChunkStore(store, tracer))
 
 
-def _sidecar_store(
+def sidecar_store(
     config: LMCacheEngineConfig,
     metadata: LMCacheEngineMetadata,
     counters: Counters,
     workers: Workers | None,
     client: SidecarClient,
-) -> ChunkStore:
+) -> SidecarChunkStore:
+    """Return the store of a config with a sidecar's socket; not opened."""
     from lmcache_core.sidecar import SidecarChunkStore
     from lmcache_core.wire.capabilities import (
         CHUNK_BYTES_PREFIX,

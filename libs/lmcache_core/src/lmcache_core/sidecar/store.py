@@ -174,21 +174,39 @@ class SidecarChunkStore(ChunkStore):
         are not. Waits up to `timeout_s` for other requests on the connection, and as long again
         for the answer.
         """
+        present = self.present(keys)
+        return present + [False] * (len(keys) - len(present))
+
+    def present(self, keys: Sequence[CacheEngineKey], tier: str | None = None) -> list[bool]:
+        """Return whether each chunk is in a tier, by default in any, as far as the sidecar answers:
+        the list may be shorter. Waits as `contains` does.
+        """
         present: list[bool] = []
         connection = self._link.connection
         deadline = time.monotonic() + self._timeout_s
+        tiers = () if tier is None else (documented_tier(tier),)
         if connection is not None:
             for batch in _batches(keys):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
                 wait_s = left_s + CALL_MARGIN_S
-                request = m.Lookup(connection.names(batch), (), _milliseconds(left_s))
+                request = m.Lookup(connection.names(batch), tiers, _milliseconds(left_s))
                 answer = _ask(connection, request, m.ContainsOk, wait_s, wait_s)
                 if answer is None or len(answer.present) < len(batch):
                     break
                 present += answer.present[: len(batch)]
-        return present + [False] * (len(keys) - len(present))
+        return present
+
+    def changes(self, since: m.Changes | None) -> m.Changes | None:
+        """Return which chunks have come or gone in the sidecar's tiers since an earlier answer;
+        None if it does not answer.
+        """
+        connection = self._link.connection
+        if connection is None:
+            return None
+        watch = m.Watch() if since is None else m.Watch(since.log, since.place)
+        return _ask(connection, watch, m.Changes, self._timeout_s)
 
     @override
     def prefetch(self, keys: Sequence[CacheEngineKey]) -> None:

@@ -1,4 +1,4 @@
-"""Announces to lookup which chunks the local tiers hold."""
+"""Announces to lookup, and to those who follow, which chunks the local tiers hold."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import Holding, InstanceReporter
 from lmcache_core.storage.base import OnRemoved
+from lmcache_core.storage.changes import ChangeLog
 
 if TYPE_CHECKING:
     from lmcache_core.storage.disk import DiskBackend
@@ -19,14 +20,17 @@ if TYPE_CHECKING:
 class TierAnnouncer:
     """A `StackListener` that reports what local tiers gain and lose.
 
-    Construct it before the tiers and the reporter; `connect` joins them. Events before `connect`
-    are dropped. All calls belong to one event loop.
+    Construct it before the tiers and the reporter; `connect` joins them. Lookup is told nothing of
+    what happens before. All calls belong to one event loop.
 
     Args:
         own_tenant: Tenant of the token that the reporter shows; chunks of other tenants are
             announced under their names, which needs a token with the role `storage` or `admin`.
         only_own: Announce no chunks of other tenants, which may have had the disk or the arena
             before. Without that role, one of them would keep the others from being announced.
+
+    Attributes:
+        changes: Names the own tenant's chunks that have come or gone.
     """
 
     def __init__(self, own_tenant: str, *, only_own: bool = False) -> None:
@@ -34,6 +38,7 @@ class TierAnnouncer:
         self._only_own = only_own
         self._reporter: InstanceReporter | None = None
         self._tiers: dict[str, LocalTier] = {}
+        self.changes = ChangeLog()
 
     def connect(self, reporter: InstanceReporter, tiers: Sequence[LocalTier]) -> None:
         """Report what these tiers gain and lose from now on."""
@@ -42,6 +47,7 @@ class TierAnnouncer:
 
     def stored(self, key: ChunkKey, tier: str, num_bytes: int) -> None:
         """Report a chunk that a tier has stored; tiers that are not local are ignored."""
+        self._note(key)
         if self._reporter is not None and tier in self._tiers and self._is_announced(key):
             if not self._tiers[tier].contains_now([key])[0]:
                 # It was evicted before the rest of its batch was written, and its removal has been
@@ -53,6 +59,7 @@ class TierAnnouncer:
         """Return the callback that this tier calls with every key it drops."""
 
         def removed(key: ChunkKey) -> None:
+            self._note(key)
             if self._reporter is not None and self._is_announced(key):
                 self._reporter.removed(key.key.chunk_id(), tier, self._tenant(key))
 
@@ -72,11 +79,18 @@ class TierAnnouncer:
         A large disk is read in the background, and one that is missing at the start is opened
         later.
         """
-        reporter = self._reporter
-        if reporter is not None:
-            tier.on_restored = reporter.announce_again
-            await tier.wait_loaded()
-            reporter.announce_again()
+        tier.on_restored = self._announce_again
+        await tier.wait_loaded()
+        self._announce_again()
+
+    def _announce_again(self) -> None:
+        self.changes.lose()
+        if self._reporter is not None:
+            self._reporter.announce_again()
+
+    def _note(self, key: ChunkKey) -> None:
+        if key.tenant == self._own_tenant:
+            self.changes.note(key.key.chunk_hash)
 
     def _is_announced(self, key: ChunkKey) -> bool:
         return not self._only_own or key.tenant == self._own_tenant

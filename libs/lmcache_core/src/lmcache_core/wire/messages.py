@@ -495,6 +495,36 @@ class Prefetch(StrictMessage, frozen=True):
     names: _ManyRuns
 
 
+class Watch(StrictMessage, frozen=True):
+    """Asks which chunks of the tenant have come or gone, in any local tier, since an earlier
+    answer. Answered by CHANGES.
+
+    Attributes:
+        log: `Changes.log` of that answer; 0 for the first question.
+        place: Its `Changes.place`.
+    """
+
+    frame_type = FrameType.WATCH
+    log: _Count = 0
+    place: _Count = 0
+
+
+class Changes(StrictMessage, frozen=True):
+    """Answers WATCH: hashes of chunks, packed. LOOKUP says where each is now.
+
+    Attributes:
+        log: Names the log of this start of the sidecar.
+        place: Where the next question continues.
+        is_complete: False if changes may be missing: every chunk may have come or gone.
+    """
+
+    frame_type = FrameType.CHANGES
+    log: _Count
+    place: _Count
+    is_complete: bool
+    hashes: Annotated[bytes, Meta(max_length=MAX_NAMES * CHUNK_HASH_BYTES)]
+
+
 class Stats(StrictMessage, frozen=True):
     """Requests the sidecar's figures."""
 

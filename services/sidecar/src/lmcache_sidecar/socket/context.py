@@ -9,6 +9,7 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import LayoutError
 from lmcache_core.memory import SharedArena
 from lmcache_core.storage.byte_gate import ByteGate
+from lmcache_core.storage.changes import ChangeLog
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.storage.staging import STAGED_SHARE, ChunkBudget
 from lmcache_core.telemetry import Counters
@@ -44,6 +45,7 @@ class SessionContext:
         tasks: Owner of background lifts.
         counters: Counters of engines' requests and results, under the names of
             `lmcache_sidecar.metrics`.
+        changes: Names chunks that have come or gone.
         journal: Records what is lent to clients; None: the next start uses a new arena, so late
             writes to this one do no harm.
         readers: What clients decode; None: no tier has encoded records.
@@ -68,6 +70,7 @@ class SessionContext:
     timeout_s: float
     tasks: TaskSupervisor
     counters: Counters
+    changes: ChangeLog
     journal: ArenaJournal | None = None
     tracer: Tracer | None = None
     readers: EncodedReaders | None = None

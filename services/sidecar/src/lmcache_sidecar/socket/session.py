@@ -65,6 +65,7 @@ _REQUESTS = frozenset(
         FrameType.LOOKUP,
         FrameType.STATS,
         FrameType.PREFETCH,
+        FrameType.WATCH,
         FrameType.PING,
     }
 )
@@ -209,6 +210,8 @@ class EngineSession:
             case m.Describe():
                 _check_names(request)
                 self._context.descriptions.note(request, self)
+            case m.Watch():
+                return self._context.changes.since(request)
             case m.Stats():
                 figures = self._context.stack.stats()
                 return m.StatsOk({documented_tier(tier): n for tier, n in figures.items()})

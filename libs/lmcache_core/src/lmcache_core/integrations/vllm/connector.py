@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import vllm
@@ -56,6 +56,9 @@ from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
 
+if TYPE_CHECKING:
+    from lmcache_core.integrations.vllm.event_publisher import RouterEvents
+
 T = TypeVar("T")
 
 SIDECAR_HINT = f'run a sidecar, and set "{PREFIX}sidecar_socket" to its socket'
@@ -90,6 +93,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         self._worker: WorkerSide | RefusingWorker | None = None
         self._worker_side: WorkerSide | None = None
         self._open_store: OpenStore | None = None
+        self._events: RouterEvents | None = None
         is_worker = self.role is base.KVConnectorRole.WORKER
         is_open = False
         try:
@@ -197,6 +201,10 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
                 SIDECAR_HINT,
             )
         self._scheduler = SchedulerSide(options, groups, identity, store, namer)
+        if options.kv_events:
+            from lmcache_core.integrations.vllm.event_publisher import RouterEvents
+
+            self._events = RouterEvents(vllm_config, options, groups, identity, namer, self._guard)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -207,6 +215,8 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self._worker_side is not None:
             self._worker_side.close()
+        if self._events is not None:
+            self._events.close()
         if self._open_store is not None:
             self._open_store.close()
 
@@ -319,6 +329,8 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         """
         if self._scheduler is not None:
             self._scheduler.begin_epoch()
+        if self._events is not None:
+            self._events.forget()
         return True
 
     @override

@@ -23,7 +23,7 @@ LOAD, FORMER_LOAD = "async", "sync"
 BLOCKS, TOKENS = "blocks", "tokens"
 AUTO = "auto"
 TEXTS = ("kv_cache_layout", "model_name", "revision", "config_file")
-OWN_OPTIONS = ("load", "layout", *TEXTS)
+OWN_OPTIONS = ("load", "layout", "kv_events", *TEXTS)
 KNOWN = (*OWN_OPTIONS, *OPTIONS)
 TIER_OPTIONS = ("sidecar_socket", "max_local_cpu_size", "local_disk", "remote_url")
 
@@ -38,6 +38,7 @@ class ConnectorOptions:
         kv_cache_layout: Layout to request from vLLM, in its terms; None: vLLM's choice.
         model_name: Name under which KV is shared; None: the model's.
         revision: Revision of the weights; None: their fingerprint.
+        kv_events: Whether vLLM's publisher tells routers what the sidecar has.
     """
 
     engine: LMCacheEngineConfig
@@ -45,6 +46,7 @@ class ConnectorOptions:
     kv_cache_layout: str | None = None
     model_name: str | None = None
     revision: str | None = None
+    kv_events: bool = False
 
 
 def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
@@ -100,7 +102,16 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
         )
     if layout == AUTO:
         layout = BLOCKS if device == "cpu" else TOKENS
+    if own["kv_events"] not in (None, False, True):
+        raise ConfigError(
+            f"kv_connector_extra_config: {PREFIX}kv_events={own['kv_events']!r}: must be true or"
+            " false"
+        )
     engine = _engine_config(own["config_file"], named)
+    if own["kv_events"] and engine.sidecar_socket is None:
+        raise ConfigError(
+            f"{PREFIX}kv_events=true: only a sidecar tells what it has; set {PREFIX}sidecar_socket"
+        )
     if engine.sidecar_socket is not None and Path(engine.sidecar_socket).is_dir():
         raise ConfigError(
             f"sidecar_socket={engine.sidecar_socket!r}: is a directory; set it to the socket that"
@@ -112,7 +123,12 @@ def read_options(extra: Mapping[str, Any], device: str) -> ConnectorOptions:
             " prefixes are reused without it"
         )
     return ConnectorOptions(
-        engine, layout, own["kv_cache_layout"], own["model_name"], own["revision"]
+        engine,
+        layout,
+        own["kv_cache_layout"],
+        own["model_name"],
+        own["revision"],
+        bool(own["kv_events"]),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -241,11 +241,15 @@ class RequestState:
 class RequestNamer:
     """Names the chunks of requests: by tokens, contents and adapter, by the tenant's salt and the
     request's own.
+
+    Attributes:
+        on_named: Called when a request has more names, with how many it had before.
     """
 
     def __init__(self, identity: KVIdentity, chunk_size: int) -> None:
         self._identity = identity
         self._chunk_size = chunk_size
+        self.on_named: Callable[[RequestState, int], None] | None = None
         self._salt: str | None = None
         self._epoch = ""
         self.adapters = Adapters(identity.adapters)
@@ -287,7 +291,10 @@ class RequestNamer:
         token_ids = request.all_token_ids
         if getattr(request, "resumable", False):  # it may lose generated tokens
             token_ids = token_ids[: request.num_prompt_tokens]
+        known = state.names.num_chunks
         state.names.extend(token_ids)
+        if self.on_named is not None and state.names.num_chunks > known:
+            self.on_named(state, known)
         return state.names
 
     def origin_of(self, state: RequestState) -> Origin | None:

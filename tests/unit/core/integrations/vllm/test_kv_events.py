@@ -1,0 +1,299 @@
+"""What routers are told of the sidecar's chunks: never more than is there, and all of it."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lmcache_core.engine.guard import DegradingGuard
+from lmcache_core.integrations.vllm import kv_events
+from lmcache_core.integrations.vllm.kv_events import (
+    GONE_S,
+    IN_MEMORY,
+    ON_DISK,
+    AnnouncedChunk,
+    Announcement,
+    KVEvents,
+)
+from lmcache_core.keys import CacheEngineKey, Lane
+from lmcache_core.names import DISK_TIER, MEMORY_TIER
+from lmcache_core.storage.changes import MAX_CHANGED, ChangeLog
+from lmcache_core.telemetry import Counters
+from lmcache_core.wire.messages import Changes, Watch
+
+from tests.fixtures.waiting import wait_until
+
+RANKS = 2
+LANES = [Lane("vllm", "model", RANKS, rank, "") for rank in range(RANKS)]
+
+
+def name_of(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+class Sidecar:
+    """What a sidecar holds, by tier and rank, and its log."""
+
+    def __init__(self) -> None:
+        self.tiers: dict[str, set[CacheEngineKey]] = {MEMORY_TIER: set(), DISK_TIER: set()}
+        self.log = ChangeLog()
+        self.answers = True
+        self.num_asked = 0
+
+    def put(self, number: int, tier: str, ranks: Sequence[int] = range(RANKS)) -> None:
+        for rank in ranks:
+            self.tiers[tier].add(LANES[rank].key(name_of(number)))
+            self.log.note(name_of(number).hex())
+
+    def drop(self, number: int, tier: str) -> None:
+        for lane in LANES:
+            self.tiers[tier].discard(lane.key(name_of(number)))
+        self.log.note(name_of(number).hex())
+
+    def restart(self, *, keeps_memory: bool) -> None:
+        if not keeps_memory:
+            self.tiers[MEMORY_TIER].clear()
+        self.log = ChangeLog()
+
+    def where(self, number: int) -> int:
+        keys = [lane.key(name_of(number)) for lane in LANES]
+        memory, disk = ([key in held for key in keys] for held in self.tiers.values())
+        if all(memory):
+            return IN_MEMORY | ON_DISK * all(disk)
+        return ON_DISK * all(a or b for a, b in zip(memory, disk, strict=True))
+
+    def changes(self, since: Changes | None) -> Changes | None:
+        watch = Watch() if since is None else Watch(since.log, since.place)
+        return self.log.since(watch) if self.answers else None
+
+    def present(self, keys: Sequence[CacheEngineKey], tier: str | None = None) -> list[bool]:
+        assert tier is not None
+        self.num_asked += len(keys)
+        return [key in self.tiers[tier] for key in keys] if self.answers else []
+
+
+class Router:
+    """What a router believes: block hashes by place, with what it was told of each."""
+
+    def __init__(self) -> None:
+        self.believed: dict[tuple[bytes, int], AnnouncedChunk] = {}
+
+    def told(self, announcements: Sequence[Announcement]) -> None:
+        for one in announcements:
+            at = one.chunk.block_hashes[0], one.place
+            assert (at in self.believed) != one.is_here, "a router counts no references"
+            if one.is_here:
+                self.believed[at] = one.chunk
+            else:
+                del self.believed[at]
+
+    def where(self, number: int) -> int:
+        name = name_of(number)
+        return sum(place for place in (IN_MEMORY, ON_DISK) if (name, place) in self.believed)
+
+
+def describe(request: Any, first: int, last: int) -> Iterator[AnnouncedChunk]:
+    for number in request.numbers[first:last]:
+        yield AnnouncedChunk((name_of(number),), None, array("I", [number]), None)
+
+
+class Engine:
+    """An engine that names chunks, beside its sidecar and a router; time passes when it is told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.sidecar, self.router, self.counters = Sidecar(), Router(), Counters()
+        self.events = KVEvents(
+            self.sidecar,
+            LANES,
+            describe,
+            self.router.told,
+            DegradingGuard(self.counters, raised=()),
+            clock=lambda: self.now,
+        )
+
+    def name(self, *numbers: int, num_known: int = 0) -> None:
+        names = SimpleNamespace(hashes=b"".join(map(name_of, numbers)))
+        state: Any = SimpleNamespace(request=SimpleNamespace(numbers=numbers), names=names)
+        self.events.named(state, num_known)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def test_what_is_there_when_it_is_named_is_told(engine: Engine) -> None:
+    """Another engine, or an earlier start of this one, has stored it."""
+    engine.sidecar.put(1, MEMORY_TIER)
+    engine.sidecar.put(2, DISK_TIER)
+    engine.name(1, 2, 3)
+    engine.events.round()
+    assert [engine.router.where(one) for one in (1, 2, 3)] == [IN_MEMORY, ON_DISK, 0]
+
+
+def test_what_moves_is_told_by_its_place(engine: Engine) -> None:
+    engine.name(1)
+    engine.events.round()
+    for tier, place in ((MEMORY_TIER, IN_MEMORY), (DISK_TIER, IN_MEMORY | ON_DISK)):
+        engine.sidecar.put(1, tier)
+        engine.events.round()
+        assert engine.router.where(1) == place
+    engine.sidecar.drop(1, MEMORY_TIER)
+    engine.events.round()
+    assert engine.router.where(1) == ON_DISK
+    engine.sidecar.drop(1, DISK_TIER)
+    engine.events.round()
+    assert engine.router.where(1) == 0
+
+
+def test_a_chunk_counts_once_every_rank_has_its_part(engine: Engine) -> None:
+    engine.name(1)
+    engine.sidecar.put(1, MEMORY_TIER, ranks=[0])
+    engine.events.round()
+    assert engine.router.where(1) == 0
+    engine.sidecar.put(1, DISK_TIER, ranks=[1])
+    engine.events.round()
+    assert engine.router.where(1) == ON_DISK, "the slower place"
+
+
+def test_chunks_of_others_are_neither_told_nor_asked_about(engine: Engine) -> None:
+    engine.name(1)
+    engine.events.round()
+    asked = engine.sidecar.num_asked
+    engine.sidecar.put(7, MEMORY_TIER)
+    engine.events.round()
+    assert engine.sidecar.num_asked == asked
+    assert not engine.router.believed
+
+
+def test_an_unchanged_sidecar_is_asked_for_no_place(engine: Engine) -> None:
+    engine.name(1, 2)
+    engine.sidecar.put(1, MEMORY_TIER)
+    engine.events.round()
+    asked = engine.sidecar.num_asked
+    engine.events.round()
+    assert engine.sidecar.num_asked == asked
+
+
+def test_more_changes_than_the_log_names_make_it_ask_about_all(engine: Engine) -> None:
+    engine.name(1)
+    engine.sidecar.put(1, MEMORY_TIER)
+    engine.events.round()
+    engine.sidecar.drop(1, MEMORY_TIER)
+    for number in range(1000, 1000 + MAX_CHANGED):
+        engine.sidecar.put(number, MEMORY_TIER)
+    engine.events.round()
+    assert engine.router.where(1) == 0
+
+
+@pytest.mark.parametrize("keeps_memory", [False, True])
+def test_a_sidecar_that_was_replaced_is_asked_about_all(engine: Engine, keeps_memory: bool) -> None:
+    engine.name(1)
+    engine.sidecar.put(1, MEMORY_TIER)
+    engine.events.round()
+    engine.sidecar.restart(keeps_memory=keeps_memory)
+    engine.events.round()
+    assert engine.router.where(1) == (IN_MEMORY if keeps_memory else 0)
+
+
+def test_a_sidecar_that_does_not_answer_is_believed_for_a_moment(engine: Engine) -> None:
+    engine.name(1)
+    engine.sidecar.put(1, MEMORY_TIER)
+    engine.events.round()
+    engine.sidecar.answers = False
+    engine.now += GONE_S / 2
+    engine.events.round()
+    assert engine.router.where(1) == IN_MEMORY
+    engine.now += GONE_S
+    engine.events.round()
+    assert engine.router.where(1) == 0
+    engine.sidecar.answers = True
+    engine.events.round()
+    assert engine.router.where(1) == IN_MEMORY
+
+
+def test_after_routers_have_forgotten_everything_it_is_told_again(engine: Engine) -> None:
+    engine.name(1)
+    engine.sidecar.put(1, MEMORY_TIER)
+    engine.events.round()
+    engine.router.believed.clear()
+    engine.events.cleared()
+    engine.events.round()
+    assert engine.router.where(1) == IN_MEMORY
+
+
+def test_chunks_that_will_not_be_loaded_again_are_taken_back(engine: Engine) -> None:
+    engine.name(1)
+    engine.sidecar.put(1, MEMORY_TIER)
+    engine.events.round()
+    engine.events.forget()
+    engine.events.round()
+    assert not engine.router.believed
+    engine.sidecar.drop(1, MEMORY_TIER)
+    engine.sidecar.put(1, MEMORY_TIER)
+    engine.events.round()
+    assert not engine.router.believed
+
+
+def test_the_chunks_named_longest_ago_are_taken_back_first(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "MAX_CHUNKS", 3)
+    for number in range(1, 6):
+        engine.sidecar.put(number, MEMORY_TIER)
+    engine.name(1, 2, 3)
+    engine.events.round()
+    engine.name(1, 4, num_known=1)
+    engine.events.round()
+    assert [one for one in range(1, 6) if engine.router.where(one)] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_router_believes_what_is_there_whatever_happens(engine: Engine, seed: int) -> None:
+    rng = random.Random(seed)
+    named: set[int] = set()
+    sidecar = engine.sidecar
+    for _ in range(400):
+        number = rng.randrange(40)
+        tier = rng.choice((MEMORY_TIER, DISK_TIER))
+        match rng.randrange(12):
+            case 0 | 1 | 2 | 3:
+                sidecar.put(number, tier, rng.choice(([0], [1], range(RANKS))))
+            case 4 | 5:
+                sidecar.drop(number, tier)
+            case 6 | 7:
+                numbers = rng.sample(range(40), 5)
+                engine.name(*numbers)
+                named.update(numbers)
+            case 8:
+                sidecar.restart(keeps_memory=rng.random() < 0.5)
+            case 9:
+                sidecar.answers = not sidecar.answers
+            case 10:
+                engine.router.believed.clear()
+                engine.events.cleared()
+            case 11:
+                engine.now += rng.random()
+        if rng.random() < 0.5:
+            engine.events.round()
+            if sidecar.answers:
+                for one in range(40):
+                    expected = sidecar.where(one) if one in named else 0
+                    assert engine.router.where(one) == expected
+
+
+def test_an_unexpected_error_ends_it_and_takes_everything_back(engine: Engine) -> None:
+    """The engine serves without it, and routers must not believe what nobody follows."""
+    engine.name(1)
+    engine.sidecar.put(1, MEMORY_TIER)
+    engine.events.round()
+    broken: Any = SimpleNamespace(request=None, names=SimpleNamespace(hashes=name_of(2)))
+    engine.events.named(broken, 0)
+    engine.events.open()
+    wait_until(lambda: not engine.router.believed)
+    engine.events.close()

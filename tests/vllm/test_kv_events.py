@@ -1,0 +1,118 @@
+"""What vLLM's publisher tells routers of the sidecar's chunks, read as a router reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from tests.vllm.engines import BLOCK_SIZE, CHUNK_SIZE, Ask, running_engine
+from tests.vllm.references import prompt
+from tests.vllm.sidecars import eventually
+from tests.vllm.worlds import World
+
+ASK = Ask(prompt(900, 1000))
+NUM_CHUNKS = 1000 // CHUNK_SIZE
+
+
+class Router:
+    """Reads one engine's events. Its index: hashes by medium, with the tokens of each."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.blocks: dict[str, dict[int, tuple[int, ...]]] = {}
+        self.parents: dict[int, int | None] = {}
+        self.events: list[dict[str, Any]] = []
+
+    def read(self) -> None:
+        """Apply what has arrived."""
+        while self._socket.poll(0):
+            _topic, _sequence, payload = self._socket.recv_multipart()
+            for event in msgspec.msgpack.decode(payload)[1]:
+                self.events.append(event)
+                self._apply(event)
+
+    def holds(self, medium: str) -> int:
+        """How many blocks the medium has, as far as it is told."""
+        self.read()
+        return len(self.blocks.get(medium, ()))
+
+    def _apply(self, event: dict[str, Any]) -> None:
+        match event["type"]:
+            case "BlockStored":
+                size, parent = event["block_size"], event["parent_block_hash"]
+                for i, block in enumerate(event["block_hashes"]):
+                    tokens = tuple(event["token_ids"][i * size : (i + 1) * size])
+                    assert len(tokens) == size
+                    self.blocks.setdefault(event["medium"], {})[block] = tokens
+                    assert self.parents.setdefault(block, parent) == parent
+                    parent = block
+            case "BlockRemoved":
+                for block in event["block_hashes"]:
+                    del self.blocks[event["medium"]][block]
+            case "AllBlocksCleared":
+                self.blocks.clear()
+
+
+@contextmanager
+def router_of(endpoint: str) -> Iterator[Router]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.SUB) as socket:
+        socket.subscribe(b"")
+        socket.connect(endpoint)
+        yield Router(socket)
+
+
+def events_at(directory: Path) -> dict[str, Any]:
+    """vLLM's `kv_events_config`."""
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{directory}/events",
+    }
+
+
+@pytest.mark.timeout(300)
+def test_routers_learn_what_the_sidecar_gains_and_loses(world: World, tmp_path: Path) -> None:
+    """Also while the engine has no request, and from a sidecar that is replaced."""
+    sidecar = world.sidecar()
+    config = events_at(tmp_path)
+    options = world.options(lmcache_kv_events=True, kv_events_config=config)
+    blocks = NUM_CHUNKS * CHUNK_SIZE // BLOCK_SIZE
+    with router_of(config["endpoint"]) as router, running_engine(options) as engine:
+        engine.ask(ASK)
+        eventually(lambda: router.holds("CPU") == blocks, "what was stored is announced")
+        on_gpu = router.blocks["GPU"]
+        assert router.blocks["CPU"].items() <= on_gpu.items(), "under vLLM's own names"
+        told = "".join(map(str, ASK.tokens[: NUM_CHUNKS * CHUNK_SIZE]))
+        assert told == "".join(str(t) for one in router.blocks["CPU"].values() for t in one)
+        sidecar.post("/v1/admin/clear", {"tiers": ["memory"]})
+        eventually(lambda: router.holds("CPU") == 0, "what is gone is taken back")
+        assert router.holds("GPU"), "named, not by clearing everything"
+        engine.reset()
+        engine.ask(ASK)
+        eventually(lambda: router.holds("CPU") == blocks, "it is stored again")
+        sidecar.kill()
+        eventually(lambda: router.holds("CPU") == 0, "a sidecar that is gone has nothing")
+        assert not any(event.get("ownership") or event.get("locality") for event in router.events)
+
+
+@pytest.mark.timeout(300)
+def test_another_engine_announces_what_it_finds(world: World, tmp_path: Path) -> None:
+    sidecar = world.sidecar(disk_path=tmp_path / "disk", disk_gb=1)
+    config = events_at(tmp_path)
+    with running_engine(world.options()) as engine:
+        engine.ask(ASK)
+    options = world.options(lmcache_kv_events=True, kv_events_config=config)
+    blocks = NUM_CHUNKS * CHUNK_SIZE // BLOCK_SIZE
+    with router_of(config["endpoint"]) as router, running_engine(options) as engine:
+        engine.ask(ASK)
+        eventually(lambda: router.holds("CPU") == router.holds("STORAGE") == blocks, "both places")
+        sidecar.post("/v1/admin/evict", {"num_bytes": 1 << 30})
+        eventually(lambda: router.holds("CPU") == 0, "it is on disk alone")
+        assert router.holds("STORAGE") == blocks
