@@ -26,13 +26,15 @@ class Router:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self.blocks: dict[str, dict[int, tuple[int, ...]]] = {}
+        self.sequences: list[int] = []
         self.parents: dict[int, int | None] = {}
         self.events: list[dict[str, Any]] = []
 
     def read(self) -> None:
         """Apply what has arrived."""
         while self._socket.poll(0):
-            _topic, _sequence, payload = self._socket.recv_multipart()
+            _topic, sequence, payload = self._socket.recv_multipart()
+            self.sequences.append(int.from_bytes(sequence, "big"))
             for event in msgspec.msgpack.decode(payload)[1]:
                 self.events.append(event)
                 self._apply(event)
@@ -116,3 +118,24 @@ def test_another_engine_announces_what_it_finds(world: World, tmp_path: Path) ->
         sidecar.post("/v1/admin/evict", {"num_bytes": 1 << 30})
         eventually(lambda: router.holds("CPU") == 0, "it is on disk alone")
         assert router.holds("STORAGE") == blocks
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_that_starts_again_is_believed_at_once(world: World, tmp_path: Path) -> None:
+    """Routers ignore numbers that they have passed, and the GPU is empty now."""
+    world.sidecar()
+    config = events_at(tmp_path)
+    options = world.options(lmcache_kv_events=True, kv_events_config=config)
+    blocks = NUM_CHUNKS * CHUNK_SIZE // BLOCK_SIZE
+    with router_of(config["endpoint"]) as router:
+        with running_engine(options) as engine:
+            engine.ask(ASK)
+            eventually(lambda: router.holds("CPU") == blocks, "what was stored is announced")
+        num_before = len(router.sequences)
+        with running_engine(options) as engine:
+            eventually(lambda: not router.holds("GPU"), "a GPU that has just started is empty")
+            engine.ask(ASK)
+            eventually(lambda: router.holds("CPU") == blocks, "the sidecar still has it")
+    before, after = router.sequences[:num_before], router.sequences[num_before:]
+    assert max(before) < min(after)
+    assert router.sequences == sorted(router.sequences)

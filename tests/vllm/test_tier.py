@@ -55,6 +55,37 @@ def test_chunks_of_one_engine_are_loaded_by_another(world: World) -> None:
         assert not any(third.load(numbers))
 
 
+@pytest.mark.since("0.32")
+def test_vllm_learns_what_the_sidecar_gains_and_loses(world: World) -> None:
+    """Whether it is in the sidecar's memory or on its disk, it is in storage for vLLM."""
+    from vllm.v1.kv_offload.base import Medium
+
+    sidecar = world.sidecar(disk_path=world.owner.directory / "disk", disk_gb=1)
+    with offloading(world, kv_events=True) as one:
+        there: set[bytes] = set()
+
+        def holds(number: int) -> bool:
+            for event in one.manager.take_events():
+                if event.medium is not Medium.STORAGE:
+                    continue
+                assert (event.ownership, event.locality) == (None, None), "or routers ignore it"
+                assert there.isdisjoint(event.keys) != event.removed
+                there.symmetric_difference_update(event.keys)
+            return len(there) == number
+
+        one.store(list(range(20)))
+        one.await_jobs()
+        eventually(lambda: holds(20), "what was stored is told")
+        sidecar.post("/v1/admin/evict", {"num_bytes": 1 << 30})
+        sidecar.post("/v1/admin/clear", {"tiers": ["disk"]})
+        eventually(lambda: holds(0), "what is gone is taken back")
+        one.store(list(range(20, 30)))
+        one.await_jobs()
+        eventually(lambda: holds(10), "what was stored is told")
+        one.manager.reset_cache()
+        eventually(lambda: holds(0), "it will not be found again")
+
+
 def test_caches_that_were_reset_share_nothing_any_more(world: World) -> None:
     """vLLM resets its caches when weights change, and does not say why."""
     world.sidecar()

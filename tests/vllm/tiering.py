@@ -26,6 +26,7 @@ class Offloading:
         num_rows: Chunks that fit into vLLM's host memory.
         identity: Of the KV.
         timeout_s: Longest wait of the tier for the sidecar.
+        kv_events: Whether vLLM publishes events, and the tier's among them.
         **parallel: Of vLLM's `OffloadingParallelConfig`.
     """
 
@@ -35,6 +36,7 @@ class Offloading:
         num_rows: int = NUM_ROWS,
         identity: str = "weights",
         timeout_s: float = 2.0,
+        kv_events: bool = False,
         **parallel: Any,
     ) -> None:
         from vllm.v1.kv_offload import config as c
@@ -48,12 +50,13 @@ class Offloading:
             "sidecar_socket": str(socket),
             "identity": identity,
             "timeout_s": timeout_s,
+            "enable_kv_events": kv_events,
         }
         spec = TieringOffloadingSpec(
             c.OffloadingConfig(
                 groups=(c.OffloadingGroupConfig(16, ("layers.0",), 0),),
                 worker_kv_bytes_per_block=CHUNK_BYTES // sizes["world_size"],
-                enable_kv_cache_events=False,
+                enable_kv_cache_events=kv_events,
                 extra_config={
                     "cpu_bytes_to_use": num_rows * CHUNK_BYTES,
                     "secondary_tiers": [tier],

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from lmcache_core.engine.guard import DegradingGuard
@@ -96,8 +94,8 @@ class Router:
         return sum(place for place in (IN_MEMORY, ON_DISK) if (name, place) in self.believed)
 
 
-def describe(request: Any, first: int, last: int) -> Iterator[AnnouncedChunk]:
-    for number in request.numbers[first:last]:
+def describe(numbers: Sequence[int], first: int, last: int) -> Iterator[AnnouncedChunk]:
+    for number in numbers[first:last]:
         yield AnnouncedChunk((name_of(number),), None, array("I", [number]), None)
 
 
@@ -117,9 +115,7 @@ class Engine:
         )
 
     def name(self, *numbers: int, num_known: int = 0) -> None:
-        names = SimpleNamespace(hashes=b"".join(map(name_of, numbers)))
-        state: Any = SimpleNamespace(request=SimpleNamespace(numbers=numbers), names=names)
-        self.events.named(state, num_known)
+        self.events.named(numbers, b"".join(map(name_of, numbers)), num_known)
 
 
 @pytest.fixture
@@ -292,8 +288,7 @@ def test_an_unexpected_error_ends_it_and_takes_everything_back(engine: Engine) -
     engine.name(1)
     engine.sidecar.put(1, MEMORY_TIER)
     engine.events.round()
-    broken: Any = SimpleNamespace(request=None, names=SimpleNamespace(hashes=name_of(2)))
-    engine.events.named(broken, 0)
+    engine.events.named(None, name_of(2), 0)
     engine.events.open()
     wait_until(lambda: not engine.router.believed)
     engine.events.close()

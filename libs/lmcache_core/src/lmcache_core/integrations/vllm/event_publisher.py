@@ -10,6 +10,7 @@ Source: `vllm/distributed/kv_events.py`, `vllm/v1/core/block_pool.py` of vLLM 0.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -46,13 +47,19 @@ from lmcache_core.telemetry import Counters
 
 NAME: Final = "lmcache"
 MEDIA: Final = {IN_MEMORY: "CPU", ON_DISK: "STORAGE"}
+NS_PER_BATCH: Final = 100_000
+"""No engine publishes as many as 10,000 batches in a second for long."""
 MAX_EVENTS: Final = 256
 """Events in one batch."""
 _waiting: list[Callable[[Publisher], None]] = []
 
 
-class Publisher(ZmqEventPublisher):  # type: ignore[misc]
+class Publisher(ZmqEventPublisher):
     """vLLM's publisher, which connectors may use as well.
+
+    vLLM numbers its batches from 0 at each start, and routers ignore them until the number of the
+    last start is passed. This one begins higher than any earlier start can have ended, and first of
+    all says that no block is left: the GPU is empty, and what the sidecar has is told next.
 
     Attributes:
         on_cleared: Called after routers were told to forget every block.
@@ -60,8 +67,10 @@ class Publisher(ZmqEventPublisher):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._seq_gen = itertools.count(time.time_ns() // NS_PER_BATCH)
         self.on_cleared: list[Callable[[], None]] = []
         self._is_open = True
+        self.tell([AllBlocksCleared()])
 
     @override
     def publish(self, events: EventBatch) -> None:

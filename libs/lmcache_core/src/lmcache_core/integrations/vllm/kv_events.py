@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from lmcache_core.engine.guard import DegradingGuard
-from lmcache_core.integrations.vllm.requests import RequestState
 from lmcache_core.keys import CHUNK_HASH_BYTES, CacheEngineKey, Lane
 from lmcache_core.names import DISK_TIER, MEMORY_TIER
 from lmcache_core.wire.messages import Changes
@@ -122,12 +121,11 @@ class KVEvents:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def named(self, state: RequestState, num_known: int) -> None:
-        """Note that a request has named more chunks than the first `num_known`. Called by the
-        scheduler's thread, in a step: all work is done later.
+    def named(self, request: Any, hashes: bytes, num_known: int) -> None:
+        """Note the names of a request's chunks, packed, of which it had `num_known` before. Called
+        in a step, by any thread: all work is done later.
         """
-        assert state.names is not None
-        self._named.append((state.request, state.names.hashes, num_known))
+        self._named.append((request, hashes, num_known))
 
     def cleared(self) -> None:
         """Note that routers were told to forget every block of this engine. From any thread."""
@@ -171,14 +169,16 @@ class KVEvents:
         self._announce(zip(asked, places, strict=True))
 
     def _run(self) -> None:
+        has_failed = True
         with self._guard("kv_events"):
             while not self._is_closed:
                 self._wake.wait(ROUND_S)
                 self.round()
-            return
-        logger.error("routers are told nothing more of the cache")
-        with self._guard("kv_events"):
-            self._take_back()
+            has_failed = False
+        if has_failed:
+            logger.error("routers are told nothing more of the cache")
+            with self._guard("kv_events"):
+                self._take_back()
 
     def _follow_named(self) -> dict[bytes, None]:
         """Describe what was named since the last round; return the hashes of all of it."""

@@ -243,13 +243,13 @@ class RequestNamer:
     request's own.
 
     Attributes:
-        on_named: Called when a request has more names, with how many it had before.
+        on_named: Called with a request that has more names, all of them, and how many it had.
     """
 
     def __init__(self, identity: KVIdentity, chunk_size: int) -> None:
         self._identity = identity
         self._chunk_size = chunk_size
-        self.on_named: Callable[[RequestState, int], None] | None = None
+        self.on_named: Callable[[Any, bytes, int], None] | None = None
         self._salt: str | None = None
         self._epoch = ""
         self.adapters = Adapters(identity.adapters)
@@ -294,7 +294,7 @@ class RequestNamer:
         known = state.names.num_chunks
         state.names.extend(token_ids)
         if self.on_named is not None and state.names.num_chunks > known:
-            self.on_named(state, known)
+            self.on_named(request, state.names.hashes, known)
         return state.names
 
     def origin_of(self, state: RequestState) -> Origin | None:

@@ -29,7 +29,7 @@ from lmcache_core._typing import override
 from lmcache_core.concurrency import StartedPool, Workers
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.engine.guard import DegradingGuard
-from lmcache_core.engine.stores import SidecarClient, create_chunk_store
+from lmcache_core.engine.stores import SidecarClient, create_chunk_store, sidecar_store
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.errors import ConfigError, LayoutError, UnavailableError
 from lmcache_core.gpu_connectors import GPUConnectorInterface
@@ -44,7 +44,8 @@ from lmcache_core.integrations.vllm.identity import (
 from lmcache_core.integrations.vllm.kv_settings import fingerprint_of, set_variables
 from lmcache_core.integrations.vllm.memory import create_scales
 from lmcache_core.integrations.vllm.options import read_options
-from lmcache_core.keys import CacheEngineKey
+from lmcache_core.integrations.vllm.tier_events import TierEvents
+from lmcache_core.keys import CacheEngineKey, Lane
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.telemetry import Counters
@@ -129,6 +130,8 @@ class LMCacheTier(SecondaryTierManager):
         primary_kv_view: vLLM's host memory, `[num_chunks, chunk_bytes]` of bytes.
         identity: Text that differs if equal tokens have other KV. `LMCacheOffloadingConnector`
             makes it of what is given here, or of the weights, and of vLLM's settings.
+        enable_kv_events: Whether routers are told of the sidecar's chunks, if vLLM publishes
+            events at all.
 
     Raises:
         ConfigError: An option is missing or invalid.
@@ -142,6 +145,7 @@ class LMCacheTier(SecondaryTierManager):
         sidecar_socket: str = "",
         identity: str = "",
         timeout_s: float = 2.0,
+        enable_kv_events: bool = False,
         backpressure_detector: BackpressureDetector | None = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
@@ -176,10 +180,10 @@ class LMCacheTier(SecondaryTierManager):
             revision=identity,
             layout=hashlib.sha256(layout.encode()).hexdigest(),
         )
+        options = {"sidecar_socket": sidecar_socket, "tier_timeout_s": timeout_s}
+        engine = read_options(options, "cpu").engine
         store = create_chunk_store(
-            read_options(
-                {"sidecar_socket": sidecar_socket, "tier_timeout_s": timeout_s}, "cpu"
-            ).engine,
+            engine,
             self._metadata,
             None,
             self._counters,
@@ -198,6 +202,15 @@ class LMCacheTier(SecondaryTierManager):
         self._loads = StartedPool(1, "lmcache-load")
         self._stores = StartedPool(1, "lmcache-store")
         self._lookups = _Lookups(self._present)
+        self._lane = Lane(FMT, self._metadata.model_name, 1, 0, "")
+        self._events: TierEvents | None = None
+        if enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
+            client = SidecarClient(f"events/{offloading_spec.config.engine_id}", ())
+            self._events = TierEvents(
+                sidecar_store(engine, self._metadata, Counters(), None, client),
+                self._lane,
+                self._guard,
+            )
         store.open(self._use_salt)
 
     @override
@@ -261,12 +274,20 @@ class LMCacheTier(SecondaryTierManager):
                 "jobs did not end, giving them up: jobs=%d waited_s=%g", len(left), DRAIN_S
             )
         self._epoch = secrets.token_bytes(16)
+        if self._events is not None:
+            self._events.forget()
+
+    @override
+    def take_events(self) -> Iterator[Any]:
+        return iter(()) if self._events is None else self._events.take()
 
     @override
     def shutdown(self) -> None:
         for pool in (self._loads, self._stores):
             pool.shutdown(cancel_futures=True)
         self._access.end()
+        if self._events is not None:
+            self._events.close()
         self._store.close()
         self._lookups.shutdown()
         self._workers.close()
@@ -275,15 +296,17 @@ class LMCacheTier(SecondaryTierManager):
     def _use_salt(self, salt: str) -> None:
         self._root = identity_root(self._metadata, salt)
 
-    def _names(self, keys: Iterable[bytes], epoch: bytes) -> list[CacheEngineKey]:
-        """Return the names of chunks; none as long as the tenant's salt is unknown."""
-        root, name = self._root, self._metadata.model_name
-        if not root:
+    def _names(self, keys: Sequence[bytes], epoch: bytes) -> list[CacheEngineKey]:
+        """Return the names of chunks, from now on followed; none as long as the tenant's salt is
+        unknown.
+        """
+        if not self._root:
             return []
-        root += epoch
-        return [
-            CacheEngineKey(FMT, name, 1, 0, hashlib.sha256(root + key).hexdigest()) for key in keys
-        ]
+        root = self._root + epoch
+        hashes = [hashlib.sha256(root + key).digest() for key in keys]
+        if self._events is not None:
+            self._events.named(keys, b"".join(hashes))
+        return [self._lane.key(one) for one in hashes]
 
     def _present(self, keys: Sequence[bytes]) -> list[bool]:
         present: list[bool] = []
