@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,7 @@ NAME: Final = "lmcache"
 MEDIA: Final = {IN_MEMORY: "CPU", ON_DISK: "STORAGE"}
 NS_PER_BATCH: Final = 100_000
 """No engine publishes as many as 10,000 batches in a second for long."""
+SAY_EMPTY_S: Final = 30.0
 MAX_EVENTS: Final = 256
 """Events in one batch."""
 _waiting: list[Callable[[Publisher], None]] = []
@@ -58,8 +60,9 @@ class Publisher(ZmqEventPublisher):
     """vLLM's publisher, which connectors may use as well.
 
     vLLM numbers its batches from 0 at each start, and routers ignore them until the number of the
-    last start is passed. This one begins higher than any earlier start can have ended, and first of
-    all says that no block is left: the GPU is empty, and what the sidecar has is told next.
+    last start is passed. This one begins higher than any earlier start can have ended. Until it has
+    told of a block it says that none is left, since the GPU is empty: not once alone, because a
+    router that is about to connect again misses what is said meanwhile.
 
     Attributes:
         on_cleared: Called after routers were told to forget every block.
@@ -70,11 +73,23 @@ class Publisher(ZmqEventPublisher):
         self._seq_gen = itertools.count(time.time_ns() // NS_PER_BATCH)
         self.on_cleared: list[Callable[[], None]] = []
         self._is_open = True
-        self.tell([AllBlocksCleared()])
+        self._is_empty = True
+        self._is_empty_until = time.monotonic() + SAY_EMPTY_S
+        self._lock = threading.Lock()
+
+    def say_empty(self) -> None:
+        """Say that no block is left, if that is so and has been said for less than `SAY_EMPTY_S`.
+        From any thread.
+        """
+        with self._lock:
+            if self._is_empty and self._is_open and time.monotonic() < self._is_empty_until:
+                super().publish(KVEventBatch(ts=time.time(), events=[AllBlocksCleared()]))
 
     @override
     def publish(self, events: EventBatch) -> None:
-        super().publish(events)
+        with self._lock:
+            self._is_empty = False
+            super().publish(events)
         if any(isinstance(event, AllBlocksCleared) for event in events.events):
             for call in self.on_cleared:
                 call()
@@ -82,13 +97,16 @@ class Publisher(ZmqEventPublisher):
     def tell(self, events: Sequence[Any]) -> None:
         """Publish events of a connector, from any thread; after `shutdown`, do nothing."""
         for at in range(0, len(events), MAX_EVENTS):
-            if self._is_open:
-                batch = KVEventBatch(ts=time.time(), events=list(events[at : at + MAX_EVENTS]))
-                super().publish(batch)
+            batch = KVEventBatch(ts=time.time(), events=list(events[at : at + MAX_EVENTS]))
+            with self._lock:
+                if self._is_open:
+                    self._is_empty = False
+                    super().publish(batch)
 
     @override
     def shutdown(self) -> None:
-        self._is_open = False
+        with self._lock:
+            self._is_open = False
         super().shutdown()
 
 
@@ -250,7 +268,10 @@ class RouterEvents:
 
     def _tell(self, announcements: Sequence[Announcement]) -> None:
         assert self._publisher is not None, "it is open"
-        self._publisher.tell([self._event(told) for told in announcements])
+        if announcements:
+            self._publisher.tell([self._event(told) for told in announcements])
+        else:
+            self._publisher.say_empty()
 
     def forget(self) -> None:
         """Take back all that routers were told: it will not be loaded again."""

@@ -80,7 +80,7 @@ class KVEvents:
         source: Used by the thread alone.
         lanes: The keys of a chunk: one lane for each rank.
         describe: Returns the chunks `[first, last)` of a request as routers are told of them.
-        publish: Called by the thread, with what to tell them.
+        publish: Called by the thread, with what to tell them; without news, with nothing.
         guard: Ends the thread at an unexpected error, instead of the engine.
     """
 
@@ -231,15 +231,14 @@ class KVEvents:
                 for place in (IN_MEMORY, ON_DISK)
                 if (before ^ places) & place
             )
-        if events:
-            self._publish(events)
+        self._publish(events)
 
     def _take_back(self) -> None:
         self._announce((name, 0) for name in list(self._announced))
         self._last = None
 
     def _silent(self) -> None:
-        if self._announced and self._clock() - self._heard_at > GONE_S:
+        if self._clock() - self._heard_at > GONE_S:
             self._take_back()
 
 

@@ -1,0 +1,328 @@
+"""What Dynamo's indexer believes of a sidecar, against what the sidecar holds, while chunks are
+stored, read, evicted, cleared and demoted, the sidecar is killed, the engine starts again, and
+batches are lost or late: `python -m tests.vllm.routing_judge --operations 100000 --seed 1`.
+
+The engine is its connector's side that tells routers, with vLLM's own publisher, without a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import zmq
+from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
+from lmcache_core.engine.guard import DegradingGuard
+from lmcache_core.engine.stores import SidecarClient, sidecar_store
+from lmcache_core.integrations.vllm.event_publisher import Describer, Publisher
+from lmcache_core.integrations.vllm.groups import CacheGroup
+from lmcache_core.integrations.vllm.kv_events import Announcement, KVEvents
+from lmcache_core.keys import DEFAULT_TENANT, ChunkKey, Lane
+from lmcache_core.memory.base import MemoryObj
+from lmcache_core.names import DISK_TIER, MEMORY_TIER
+from lmcache_core.record import Chunk, encode_head, payload_digest, raw_header
+from lmcache_core.telemetry import Counters
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests.vllm.processes import EngineProcess, Owner, Service
+from tests.vllm.sidecars import sidecar, socket_of
+
+CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
+CHUNK_BYTES = 16 << 10
+NUM_PROMPTS, PROMPT_CHUNKS = 400, 8
+ARENA_GB, DISK_GB = 0.016, 0.032
+"""About 1,000 and 2,000 chunks: of the prompts' 2,400 some are always being evicted."""
+SETTLED_S, CERTAIN_S = 1.0, 5.0
+"""When the judge is asked, after the last operation."""
+RESTART_SHARE = 0.0005
+LOST_SHARE, LATE_SHARE = 0.02, 0.05
+"""Of the batches between publisher and judge."""
+
+
+def prompts(rng: random.Random) -> list[list[int]]:
+    """Return prompts of whole chunks that share beginnings, as turns of a conversation do."""
+    made: list[list[int]] = []
+    for number in range(NUM_PROMPTS):
+        parent = rng.choice(made) if made and rng.random() < 0.7 else []
+        kept = len(parent) // CHUNK_TOKENS
+        tokens = parent[: CHUNK_TOKENS * rng.randint(0, kept)]
+        wanted = rng.randint(len(tokens) // CHUNK_TOKENS + 1, PROMPT_CHUNKS + 1) * CHUNK_TOKENS
+        made.append(tokens + [rng.randrange(32_000) for _ in range(wanted - len(tokens))])
+    return made
+
+
+class Request(SimpleNamespace):
+    """Of vLLM's request, what is needed to describe its blocks."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        hashes, before = [], b""
+        for at in range(0, len(tokens), BLOCK_TOKENS):
+            block = repr(tokens[at : at + BLOCK_TOKENS]).encode()
+            before = hashlib.sha256(before + block).digest()
+            hashes.append(before)
+        absent = dict.fromkeys(("lora_request", "cache_salt", "prompt_embeds"))
+        super().__init__(all_token_ids=tokens, block_hashes=hashes, mm_features=[], **absent)
+
+
+class Relay:
+    """Passes batches on from the publisher to the judge; some are lost, some are late."""
+
+    def __init__(self, publisher: str, judge: str, rng: random.Random) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._from = self._context.socket(zmq.SUB)
+        self._from.subscribe(b"")
+        self._from.connect(publisher)
+        self._to = self._context.socket(zmq.PUB)
+        self._to.bind(judge)
+        self._rng = rng
+        self.fates: Counter[str] = Counter()
+        self._ends = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ends:
+            if not self._from.poll(50):
+                continue
+            frames = self._from.recv_multipart()
+            dice = self._rng.random()
+            fate = "lost" if dice < LOST_SHARE else "late" if dice < LATE_SHARE else "passed"
+            self.fates[fate] += 1
+            if fate == "late":
+                time.sleep(0.05)
+            if fate != "lost":
+                self._to.send_multipart(frames)
+
+    def close(self) -> None:
+        self._ends = True
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+class Engine:
+    """An engine's side that tells routers, and a store of its own to put and read by."""
+
+    def __init__(self, socket: Path, endpoint: str, replay: str) -> None:
+        config = LMCacheEngineConfig.from_defaults(
+            sidecar_socket=str(socket), chunk_size=CHUNK_TOKENS
+        )
+        self._metadata = LMCacheEngineMetadata(*("model", 1, 0, "vllm", "uint8", (1, 1, 1, 1, 64)))
+        self.store, followed = (
+            sidecar_store(config, self._metadata, Counters(), None, SidecarClient(name, ()))
+            for name in ("judged", "events/judged")
+        )
+        spec = FullAttentionSpec(BLOCK_TOKENS, 1, 8, torch.float32)
+        group = CacheGroup(0, 0, "", BLOCK_TOKENS, None, (), spec, ())
+        describer = Describer(group, CHUNK_TOKENS, BLOCK_TOKENS)
+        self._publisher = Publisher(0, endpoint, replay)
+        self.lane = Lane("vllm", "model", 1, 0, "")
+
+        def tell(told: Sequence[Announcement]) -> None:
+            if told:
+                self._publisher.tell([describer.event(one) for one in told])
+            else:
+                self._publisher.say_empty()
+
+        guard = DegradingGuard(Counters(), raised=())
+        self.events = KVEvents(followed, [self.lane], describer.describe, tell, guard)
+        self._followed = followed
+        for store in (self.store, followed):
+            store.open(lambda salt: None)
+        self.events.open()
+
+    def put(self, names: Sequence[bytes]) -> None:
+        """Store what is missing of these chunks."""
+        keys = [self.lane.key(name) for name in names]
+        given = self.store.reserve(keys, [(CHUNK_BYTES,)] * len(keys), "uint8")
+        payload = bytes(CHUNK_BYTES)
+        header_of = [
+            raw_header(key, (CHUNK_BYTES,), "uint8", payload_digest(payload)) for key in keys
+        ]
+        chunks = [
+            Chunk(
+                ChunkKey.of(DEFAULT_TENANT, key),
+                header,
+                encode_head(header, CHUNK_BYTES),
+                memory,
+                MEMORY_TIER,
+            )
+            for key, header, memory in zip(keys, header_of, given, strict=True)
+            if isinstance(memory, MemoryObj)
+        ]
+        for chunk in chunks:
+            chunk.memory.byte_array[:] = payload
+        self.store.put(chunks)
+
+    def read(self, names: Sequence[bytes]) -> None:
+        """Load the first of these chunks that are there."""
+        self.store.release(self.store.get([self.lane.key(name) for name in names]))
+
+    def close(self) -> None:
+        self.events.close()
+        for store in (self.store, self._followed):
+            store.close()
+        self._publisher.shutdown()
+
+
+class Run:
+    """Operations drawn from a seed, and the judge's belief at checkpoints."""
+
+    def __init__(self, directory: Path, owner: Owner, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._prompts = prompts(self._rng)
+        self._requests = [Request(tokens) for tokens in self._prompts]
+        self._names = [_names(tokens) for tokens in self._prompts]
+        self._named: set[int] = set()
+        self._endpoints = [
+            f"ipc://{directory}/{name}" for name in ("published", "judged", "replay")
+        ]
+        self._sidecar: Service = sidecar(
+            owner, arena_gb=ARENA_GB, disk_path=directory / "disk", disk_gb=DISK_GB
+        )
+        self._socket = socket_of(owner)
+        self._judge = EngineProcess(
+            "judge", directory, command=(sys.executable, "-m", "tests.vllm.judge_child")
+        )
+        published, judged, replay = self._endpoints
+        self._relay = Relay(published, judged, random.Random(seed + 1))
+        self._engine = Engine(self._socket, published, replay)
+        body = {"instance_id": 1, "endpoint": judged, "replay_endpoint": replay, "dp_rank": 0}
+        body |= {"model_name": "model", "block_size": BLOCK_TOKENS}
+        self._judge.call(60.0, do="ask", path="/register", body=body)
+        self.operations: Counter[str] = Counter()
+
+    def close(self) -> None:
+        self._engine.close()
+        self._relay.close()
+        self._judge.end()
+
+    @property
+    def fates(self) -> Counter[str]:
+        """What became of the batches."""
+        return self._relay.fates
+
+    def operate(self) -> None:
+        """Do one thing."""
+        rng = self._rng
+        dice = rng.random()
+        number = min(int(rng.paretovariate(0.6)) - 1, NUM_PROMPTS - 1)
+        names = self._names[number]
+        if dice < RESTART_SHARE:
+            self._do("sidecar killed", self._kill_sidecar)
+        elif dice < 2 * RESTART_SHARE:
+            self._do("engine started again", self._restart_engine)
+        elif dice < 0.0015:
+            tier = rng.choice(("memory", "disk"))
+            self._do("cleared", lambda: self._sidecar.post("/v1/admin/clear", {"tiers": [tier]}))
+        elif dice < 0.02:
+            body = {"num_bytes": CHUNK_BYTES * rng.randint(1, 60)}
+            self._do("evicted", lambda: self._sidecar.post("/v1/admin/evict", body))
+        elif dice < 0.5:
+            self._name(number)
+            self._do("stored", lambda: self._engine.put(names))
+        else:
+            self._name(number)
+            self._do("read", lambda: self._engine.read(names))
+
+    def check(self) -> tuple[int, int, int]:
+        """Return how many chunks the judge claims that are not there, how many are there that it
+        does not claim, and how many there are.
+        """
+        numbers = sorted(self._named)
+        asked = [self._prompts[number] for number in numbers]
+        matches = self._judge.call(300.0, do="match", prompts=asked)
+        too_many = too_few = there = 0
+        for number, match in zip(numbers, matches, strict=True):
+            keys = [self._engine.lane.key(name) for name in self._names[number]]
+            memory = self._engine.store.present(keys, MEMORY_TIER)
+            disk = self._engine.store.present(keys, DISK_TIER)
+            somewhere = [a or b for a, b in zip(memory, disk, strict=True)]
+            for tokens, held in ((match["cpu"], memory), (match["disk"], somewhere)):
+                actual = (*held, False).index(False)
+                claimed = tokens // CHUNK_TOKENS
+                too_many += max(0, claimed - actual)
+                too_few += max(0, actual - claimed)
+                there += actual
+        return too_many, too_few, there
+
+    def _do(self, name: str, call: Any) -> None:
+        self.operations[name] += 1
+        call()
+
+    def _name(self, number: int) -> None:
+        if number not in self._named:
+            self._named.add(number)
+            self._engine.events.named(self._requests[number], b"".join(self._names[number]), 0)
+
+    def _kill_sidecar(self) -> None:
+        self._sidecar.kill()
+        self._sidecar.start()
+
+    def _restart_engine(self) -> None:
+        self._engine.close()
+        self._engine = Engine(self._socket, self._endpoints[0], self._endpoints[2])
+        self._named.clear()
+
+
+def _names(tokens: Sequence[int]) -> list[bytes]:
+    names, before = [], b"judged"
+    for at in range(0, len(tokens), CHUNK_TOKENS):
+        before = hashlib.sha256(before + repr(tokens[at : at + CHUNK_TOKENS]).encode()).digest()
+        names.append(before)
+    return names
+
+
+def checked(
+    run: Run, num_operations: int, every: int
+) -> Iterator[tuple[int, Sequence[int], Sequence[int]]]:
+    """Do so many operations; yield, after each part of them, what the judge is wrong about one and
+    five seconds after the last.
+    """
+    for number in range(1, num_operations + 1):
+        run.operate()
+        if number % every == 0 or number == num_operations:
+            time.sleep(SETTLED_S)
+            settled = run.check()
+            time.sleep(CERTAIN_S - SETTLED_S)
+            yield number, settled, run.check()
+
+
+def main() -> None:
+    """Run, and print a line for each part, and the sums."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--operations", type=int, default=100_000)
+    parser.add_argument("--every", type=int, default=2_000, help="operations between two checks")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    sums = [Counter[str](), Counter[str]()]
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run = Run(directory, stack.enter_context(Owner(directory)), options.seed)
+        stack.callback(run.close)
+        for number, *found in checked(run, options.operations, options.every):
+            for total, (too_many, too_few, there) in zip(sums, found, strict=True):
+                total.update(claimed=too_many, unclaimed=too_few, there=there)
+            print(f"{number}: after 1 s {found[0]}, after 5 s {found[1]}", flush=True)
+        print(f"operations: {dict(run.operations)}; batches: {dict(run.fates)}")
+    for seconds, total in zip((SETTLED_S, CERTAIN_S), sums, strict=True):
+        there = total["there"] or 1
+        print(
+            f"after {seconds:g} s: claimed and not there {total['claimed'] / there:.3%},"
+            f" there and not claimed {total['unclaimed'] / there:.3%} of {there}"
+        )
+
+
+if __name__ == "__main__":
+    main()
