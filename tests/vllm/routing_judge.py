@@ -54,12 +54,12 @@ LOST_SHARE, LATE_SHARE = 0.02, 0.05
 def prompts(rng: random.Random) -> list[list[int]]:
     """Return prompts of whole chunks that share beginnings, as turns of a conversation do."""
     made: list[list[int]] = []
-    for number in range(NUM_PROMPTS):
+    for _ in range(NUM_PROMPTS):
         parent = rng.choice(made) if made and rng.random() < 0.7 else []
-        kept = len(parent) // CHUNK_TOKENS
-        tokens = parent[: CHUNK_TOKENS * rng.randint(0, kept)]
-        wanted = rng.randint(len(tokens) // CHUNK_TOKENS + 1, PROMPT_CHUNKS + 1) * CHUNK_TOKENS
-        made.append(tokens + [rng.randrange(32_000) for _ in range(wanted - len(tokens))])
+        kept = rng.randint(0, min(len(parent) // CHUNK_TOKENS, PROMPT_CHUNKS - 1))
+        num_new = rng.randint(1, PROMPT_CHUNKS - kept) * CHUNK_TOKENS
+        new = [rng.randrange(32_000) for _ in range(num_new)]
+        made.append(parent[: kept * CHUNK_TOKENS] + new)
     return made
 
 
@@ -123,7 +123,9 @@ class Engine:
             sidecar_store(config, self._metadata, Counters(), None, SidecarClient(name, ()))
             for name in ("judged", "events/judged")
         )
-        spec = FullAttentionSpec(BLOCK_TOKENS, 1, 8, torch.float32)
+        spec = FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32
+        )
         group = CacheGroup(0, 0, "", BLOCK_TOKENS, None, (), spec, ())
         describer = Describer(group, CHUNK_TOKENS, BLOCK_TOKENS)
         self._publisher = Publisher(0, endpoint, replay)
@@ -133,7 +135,7 @@ class Engine:
             if told:
                 self._publisher.tell([describer.event(one) for one in told])
             else:
-                self._publisher.say_empty()
+                self._publisher.quiet()
 
         guard = DegradingGuard(Counters(), raised=())
         self.events = KVEvents(followed, [self.lane], describer.describe, tell, guard)
@@ -147,22 +149,13 @@ class Engine:
         keys = [self.lane.key(name) for name in names]
         given = self.store.reserve(keys, [(CHUNK_BYTES,)] * len(keys), "uint8")
         payload = bytes(CHUNK_BYTES)
-        header_of = [
-            raw_header(key, (CHUNK_BYTES,), "uint8", payload_digest(payload)) for key in keys
-        ]
-        chunks = [
-            Chunk(
-                ChunkKey.of(DEFAULT_TENANT, key),
-                header,
-                encode_head(header, CHUNK_BYTES),
-                memory,
-                MEMORY_TIER,
-            )
-            for key, header, memory in zip(keys, header_of, given, strict=True)
-            if isinstance(memory, MemoryObj)
-        ]
-        for chunk in chunks:
-            chunk.memory.byte_array[:] = payload
+        chunks = []
+        for key, memory in zip(keys, given, strict=True):
+            if isinstance(memory, MemoryObj):
+                memory.byte_array[:] = payload
+                header = raw_header(key, (CHUNK_BYTES,), "uint8", payload_digest(payload))
+                head, whole = encode_head(header, CHUNK_BYTES), ChunkKey.of(DEFAULT_TENANT, key)
+                chunks.append(Chunk(whole, header, head, memory, MEMORY_TIER))
         self.store.put(chunks)
 
     def read(self, names: Sequence[bytes]) -> None:
@@ -185,9 +178,8 @@ class Run:
         self._requests = [Request(tokens) for tokens in self._prompts]
         self._names = [_names(tokens) for tokens in self._prompts]
         self._named: set[int] = set()
-        self._endpoints = [
-            f"ipc://{directory}/{name}" for name in ("published", "judged", "replay")
-        ]
+        places = ("published", "judged", "replay")
+        self._endpoints = [f"ipc://{directory}/{place}" for place in places]
         self._sidecar: Service = sidecar(
             owner, arena_gb=ARENA_GB, disk_path=directory / "disk", disk_gb=DISK_GB
         )
@@ -286,7 +278,7 @@ def _names(tokens: Sequence[int]) -> list[bytes]:
 
 def checked(
     run: Run, num_operations: int, every: int
-) -> Iterator[tuple[int, Sequence[int], Sequence[int]]]:
+) -> Iterator[tuple[int, tuple[int, int, int], tuple[int, int, int]]]:
     """Do so many operations; yield, after each part of them, what the judge is wrong about one and
     five seconds after the last.
     """

@@ -50,7 +50,9 @@ NAME: Final = "lmcache"
 MEDIA: Final = {IN_MEMORY: "CPU", ON_DISK: "STORAGE"}
 NS_PER_BATCH: Final = 100_000
 """No engine publishes as many as 10,000 batches in a second for long."""
-SAY_EMPTY_S: Final = 30.0
+MAX_EMPTY: Final = 150
+"""Half a minute of rounds, in which routers connect again to an engine that has started again."""
+MAX_QUIET: Final = 10
 MAX_EVENTS: Final = 256
 """Events in one batch."""
 _waiting: list[Callable[[Publisher], None]] = []
@@ -60,9 +62,7 @@ class Publisher(ZmqEventPublisher):
     """vLLM's publisher, which connectors may use as well.
 
     vLLM numbers its batches from 0 at each start, and routers ignore them until the number of the
-    last start is passed. This one begins higher than any earlier start can have ended. Until it has
-    told of a block it says that none is left, since the GPU is empty: not once alone, because a
-    router that is about to connect again misses what is said meanwhile.
+    last start is passed. This one begins higher than any earlier start can have ended.
 
     Attributes:
         on_cleared: Called after routers were told to forget every block.
@@ -72,23 +72,16 @@ class Publisher(ZmqEventPublisher):
         super().__init__(*args, **kwargs)
         self._seq_gen = itertools.count(time.time_ns() // NS_PER_BATCH)
         self.on_cleared: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
         self._is_open = True
         self._is_empty = True
-        self._is_empty_until = time.monotonic() + SAY_EMPTY_S
-        self._lock = threading.Lock()
-
-    def say_empty(self) -> None:
-        """Say that no block is left, if that is so and has been said for less than `SAY_EMPTY_S`.
-        From any thread.
-        """
-        with self._lock:
-            if self._is_empty and self._is_open and time.monotonic() < self._is_empty_until:
-                super().publish(KVEventBatch(ts=time.time(), events=[AllBlocksCleared()]))
+        self._num_quiet = 0
+        self.quiet()
 
     @override
     def publish(self, events: EventBatch) -> None:
         with self._lock:
-            self._is_empty = False
+            self._is_empty, self._num_quiet = False, 0
             super().publish(events)
         if any(isinstance(event, AllBlocksCleared) for event in events.events):
             for call in self.on_cleared:
@@ -97,17 +90,28 @@ class Publisher(ZmqEventPublisher):
     def tell(self, events: Sequence[Any]) -> None:
         """Publish events of a connector, from any thread; after `shutdown`, do nothing."""
         for at in range(0, len(events), MAX_EVENTS):
-            batch = KVEventBatch(ts=time.time(), events=list(events[at : at + MAX_EVENTS]))
             with self._lock:
-                if self._is_open:
-                    self._is_empty = False
-                    super().publish(batch)
+                self._is_empty, self._num_quiet = False, 0
+                self._put(list(events[at : at + MAX_EVENTS]))
+
+    def quiet(self) -> None:
+        """Say that there is no news, a few times: the number of a batch shows a router what it has
+        missed. Before any news that is that no block is left, since the GPU is empty.
+        """
+        with self._lock:
+            if self._num_quiet < (MAX_EMPTY if self._is_empty else MAX_QUIET):
+                self._num_quiet += 1
+                self._put([AllBlocksCleared()] if self._is_empty else [])
 
     @override
     def shutdown(self) -> None:
         with self._lock:
             self._is_open = False
         super().shutdown()
+
+    def _put(self, events: list[Any]) -> None:
+        if self._is_open:
+            super().publish(KVEventBatch(ts=time.time(), events=events))
 
 
 def when_made(vllm_config: Any, call: Callable[[Publisher], None]) -> None:
@@ -271,7 +275,7 @@ class RouterEvents:
         if announcements:
             self._publisher.tell([self._event(told) for told in announcements])
         else:
-            self._publisher.say_empty()
+            self._publisher.quiet()
 
     def forget(self) -> None:
         """Take back all that routers were told: it will not be loaded again."""
