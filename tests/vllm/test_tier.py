@@ -12,6 +12,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,23 @@ def test_chunks_of_one_engine_are_loaded_by_another(world: World) -> None:
         assert second.load([*numbers, 99]) == [True] * 20 + [False]
     with offloading(world, identity="other weights") as third:
         assert not any(third.load(numbers))
+
+
+def test_each_call_may_come_from_another_thread(world: World) -> None:
+    """vLLM 0.33 asks for jobs that have ended in a thread of its own, between steps."""
+    world.sidecar()
+    with offloading(world) as one:
+
+        def in_thread(call: Any, *args: Any) -> Any:
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(call, *args).result(JOB_BOUND_S)
+
+        in_thread(one.store, list(range(20)))
+        in_thread(one.await_jobs)
+    with offloading(world) as other:
+        assert in_thread(other.load, [*range(20), 99]) == [True] * 20 + [False]
+        (tier,) = other.manager.secondary_tiers
+        assert tuple(tier.config_info()) == tier.config_info_keys({})
 
 
 @pytest.mark.since("0.32")

@@ -119,9 +119,9 @@ class LMCacheOffloadingConnector(OffloadingConnector):
 class LMCacheTier(SecondaryTierManager):
     """The pod's sidecar behind vLLM's host memory.
 
-    All methods are called by the scheduler's thread and do not wait; only `drain_jobs` does.
-    Without a sidecar nothing is found, and stores fail; a job waits for it no longer than
-    `timeout_s` per `BATCH_CHUNKS` chunks.
+    Methods are called by any thread of vLLM, one at a time, and do not wait; only `drain_jobs` and
+    `shutdown` do. Without a sidecar nothing is found, and stores fail; a job waits for it no longer
+    than `timeout_s` per `BATCH_CHUNKS` chunks.
 
     After `drain_jobs`, which vLLM calls when its caches are reset or weights change, this engine
     neither shares nor finds earlier KV until it restarts.
@@ -136,6 +136,9 @@ class LMCacheTier(SecondaryTierManager):
     Raises:
         ConfigError: An option is missing or invalid.
     """
+
+    tolerates_off_thread_polling = True
+    """Since 0.33: jobs that have ended are reported between steps, too."""
 
     def __init__(
         self,
@@ -158,6 +161,8 @@ class LMCacheTier(SecondaryTierManager):
                 f'secondary_tiers: {TIER} needs the connector "LMCacheOffloadingConnector", which'
                 ' knows the weights; or set "identity" to a text that names them'
             )
+        told = str(enable_kv_events).lower()
+        self._info = dict(zip(self.config_info_keys({}), (sidecar_socket, told), strict=True))
         self._rows = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
         self._root = b""
         self._epoch = b""
@@ -212,6 +217,15 @@ class LMCacheTier(SecondaryTierManager):
                 self._guard,
             )
         store.open(self._use_salt)
+
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
+        """Return the labels of `config_info`. Called since 0.33."""
+        return ("sidecar_socket", "enable_kv_events")
+
+    def config_info(self) -> dict[str, str]:
+        """Return what vLLM's metric of the configuration says. Called since 0.33."""
+        return self._info
 
     @override
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -283,9 +297,9 @@ class LMCacheTier(SecondaryTierManager):
 
     @override
     def shutdown(self) -> None:
+        self._access.end()  # so a job that runs ends with the call it is in, which has a deadline
         for pool in (self._loads, self._stores):
             pool.shutdown(cancel_futures=True)
-        self._access.end()
         if self._events is not None:
             self._events.close()
         self._store.close()
