@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from lmcache_core.errors import ConfigError
 
 from tests.vllm.engines import BLOCK_SIZE, CHUNK_SIZE, Ask, running_engine
 from tests.vllm.references import prompt
@@ -139,3 +141,17 @@ def test_an_engine_that_starts_again_is_believed_at_once(world: World, tmp_path:
     before, after = router.sequences[:num_before], router.sequences[num_before:]
     assert max(before) < min(after)
     assert router.sequences == sorted(router.sequences)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "config", [None, {"publisher": "zmq"}, {"enable_kv_cache_events": True, "publisher": "null"}]
+)
+def test_an_engine_that_publishes_nothing_is_refused(config: dict[str, Any] | None) -> None:
+    from lmcache_core.integrations.vllm.event_publisher import when_made
+    from vllm.config import KVEventsConfig
+
+    events = None if config is None else KVEventsConfig(**config)
+    with pytest.raises(ConfigError, match=r"publishes no events; start it with --kv-events-config"):
+        when_made(SimpleNamespace(kv_events_config=events), lambda publisher: None)
+    assert events is None or events.publisher == (config or {})["publisher"], "it is as it was"

@@ -37,6 +37,12 @@ def test_prefix_of_a_name_may_be_left_out(prefix: str) -> None:
     assert (options.model_name, options.revision) == ("m", "r")
 
 
+def test_routers_are_told_nothing_unless_asked_for() -> None:
+    assert not read_options({SIDECAR: "/s"}, "cpu").kv_events
+    assert not read({"lmcache.kv_events": False}).kv_events
+    assert read_options({SIDECAR: "/s", "lmcache.kv_events": True}, "cpu").kv_events
+
+
 def test_options_of_others_are_ignored() -> None:
     others = {"other_connector": 1, "path": "x", "block_size": 16, "connectors": []}
     assert read(others) == read()
@@ -77,6 +83,8 @@ def test_former_option_load_is_accepted(
         ({SIDECAR: "s.sock"}, "an absolute path"),
         ({SIDECAR: "/tmp"}, r"sidecar_socket='/tmp': is a directory"),
         ({SIDECAR: "/s", "lmcache.local_disk": "file:///d/"}, "the tiers are the sidecar's"),
+        ({SIDECAR: "/s", "lmcache.kv_events": "on"}, r"lmcache\.kv_events='on': must be true or f"),
+        ({"lmcache.kv_events": True}, r"kv_events=true: only a sidecar .* set lmcache\.sidecar_so"),
     ],
 )
 def test_wrong_option_is_refused_with_the_fix(extra: dict[str, Any], error: str) -> None:
