@@ -193,6 +193,7 @@ def test_a_sidecar_that_was_replaced_is_asked_about_all(engine: Engine, keeps_me
     engine.sidecar.put(1, MEMORY_TIER)
     engine.events.round()
     engine.sidecar.restart(keeps_memory=keeps_memory)
+    engine.sidecar.put(2, MEMORY_TIER)  # its log is as long as the one before
     engine.events.round()
     assert engine.router.where(1) == (IN_MEMORY if keeps_memory else 0)
 
