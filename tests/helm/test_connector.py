@@ -68,6 +68,42 @@ def test_the_sidecar_behind_vllm_s_own_offloading(chart: Chart) -> None:
     assert int(shm["emptyDir"]["sizeLimit"]) == 2 << 30, "vLLM keeps its host memory there"
 
 
+def test_vllm_publishes_events_of_the_sidecar_where_routers_read_them(chart: Chart) -> None:
+    vllm = chart.case("gateway").pod("vllm-pooled")["containers"][0]
+    events = json.loads(vllm["args"][vllm["args"].index("--kv-events-config") + 1])
+    assert events == {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://*:5557",
+        "replay_endpoint": "tcp://*:5558",
+        "topic": "kv@$(POD_IP):8000@example/tiny-llama",
+    }
+    assert {"name": "kv-events", "containerPort": 5557} in vllm["ports"]
+    assert {"name": "kv-replay", "containerPort": 5558} in vllm["ports"]
+    assert {one["name"]: one.get("valueFrom") for one in vllm["env"]}["POD_IP"] == {
+        "fieldRef": {"fieldPath": "status.podIP"}
+    }, "Kubernetes fills in the topic"
+    config = json.loads(vllm["args"][vllm["args"].index("--kv-transfer-config") + 1])
+    assert read_options(config["kv_connector_extra_config"], "cuda").kv_events
+    assert "kv-events" not in json.dumps(pod_of(chart))
+
+
+def test_a_model_may_leave_the_events_of_its_sidecar_out(chart: Chart) -> None:
+    """As one must that has no layer of full attention."""
+    without = {"connector": {"options": {"lmcache.kv_events": False}}}
+    tier = {"connector": {"kind": "offloading-tier"}}
+    models = {"plain": MODEL | without, "tier": MODEL | tier}
+    rendering = chart.render({"kvEvents.enabled": True, "models": models})
+    extra = {}
+    for name in models:
+        arguments = rendering.pod(f"vllm-{name}")["containers"][0]["args"]
+        config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+        extra[name] = config["kv_connector_extra_config"]
+    assert not read_options(extra["plain"], "cuda").kv_events
+    assert extra["tier"]["self_describing_kv_events"] is True, "else vLLM's have no tokens"
+    assert extra["tier"]["secondary_tiers"][0]["enable_kv_events"] is True
+
+
 def test_the_connector_is_copied_in_and_found(chart: Chart) -> None:
     pod = pod_of(chart, connector={"pythonPath": "/extra"})
     payload, vllm = pod["initContainers"][0], pod["containers"][0]

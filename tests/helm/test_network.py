@@ -162,6 +162,15 @@ def test_clients_are_the_namespace_unless_named(chart: Chart, rendering: Renderi
     assert policies(named)["vllm"]["ingress"][0]["from"] == MONITORING
 
 
+@pytest.mark.parametrize("routers", [[], [{"podSelector": {"matchLabels": {"app": "router"}}}]])
+def test_events_are_for_the_routers_named(chart: Chart, routers: list[Manifest]) -> None:
+    events = {"enabled": True, "port": 6000, "replayPort": 6001, "routersFrom": routers}
+    vllm = policies(chart.render(MODELS | {"kvEvents": events}))["vllm"]
+    rules = [rule for rule in vllm["ingress"] if {"port": 6000, "protocol": "TCP"} in rule["ports"]]
+    assert [rule["from"] for rule in rules] == ([routers] if routers else [])
+    assert ports_for(vllm, routers) == ({6000, 6001} if routers else set())
+
+
 @pytest.mark.parametrize("tls", [None, {}, MUTUAL], ids=["not named", "plain", "mutual"])
 def test_metrics_are_for_those_named(chart: Chart, tls: Manifest | None) -> None:
     given = MODELS if tls is None else MODELS | tls | {"networkPolicy.metricsFrom": MONITORING}

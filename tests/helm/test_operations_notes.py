@@ -61,6 +61,16 @@ WARNED: list[tuple[Manifest, str]] = [
     ({}, "tls.enabled is false: tokens and chunks pass between the pods unencrypted"),
     ({"auth.enabled": False}, "WARNING: auth.enabled is false"),
     ({"networkPolicy.enabled": False}, "networkPolicy.enabled is false"),
+    ({"kvEvents.enabled": True}, "with the tokens of prompts in clear"),
+    ({"kvEvents.enabled": True}, "No router can read them yet"),
+    (
+        {"kvEvents.enabled": True, "networkPolicy.enabled": False},
+        "Every pod that reaches this port can read prompts",
+    ),
+    (
+        {"kvEvents.enabled": True, "webhook.enabled": True},
+        "no policy for injected pods. Close this port of theirs",
+    ),
     ({"storage.persistence.enabled": False}, "storage.persistence.enabled is false"),
     ({}, "The bundled Redis is for trials"),
     (

@@ -21,6 +21,7 @@ EVERYTHING = {
     "storage.compat.enabled": True,
     "storage.compat.clientsFrom": [{"podSelector": {}}],
     "broker.podDeletionCost.enabled": True,
+    "kvEvents.enabled": True,
 }
 
 

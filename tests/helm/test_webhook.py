@@ -362,6 +362,19 @@ def test_injected_sidecars_are_like_those_of_models(rendering: Rendering, tmp_pa
         assert {item["key"] for item in source["secret"]["items"]} <= set(held["data"])
 
 
+def test_injected_vllm_publishes_as_that_of_models_does(chart: Chart, tmp_path: Path) -> None:
+    events = {"enabled": True, "port": 6000, "replayPort": 6001}
+    rendering = chart.render(ON | MODELS | {"kvEvents": events})
+    [injected] = sidecar_of(rendering, tmp_path, "inference")[0]["spec"]["containers"]
+    own = rendering.pod("vllm-tiny")["containers"][0]
+    told, theirs = (
+        json.loads(one["args"][one["args"].index("--kv-events-config") + 1])
+        for one in (injected, own)
+    )
+    assert told == {name: value for name, value in theirs.items() if name != "topic"}
+    assert {one["containerPort"] for one in injected["ports"]} == {6000, 6001}
+
+
 @both_helms
 @pytest.mark.parametrize(
     ("limits", "given", "cpu"),

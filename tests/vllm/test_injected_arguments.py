@@ -12,7 +12,7 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tests.fixtures.pods import CONNECTOR_IN_A_SCRIPT
+from tests.fixtures.pods import CONNECTOR_IN_A_SCRIPT, EVENTS_IN_A_SCRIPT
 
 WEBHOOK = Path(__file__).resolve().parents[2] / "services" / "webhook" / "src"
 
@@ -25,7 +25,7 @@ def webhook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parsed(words: list[str]) -> Any:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    return parser.parse_args(["--model", "m", *words]).kv_transfer_config
+    return parser.parse_args(["--model", "m", *words])
 
 
 def without_its_id(config: Any) -> dict[str, Any]:
@@ -42,9 +42,20 @@ def test_the_words_for_scripts_and_the_argument_are_the_same() -> None:
     arguments = plan_arguments(
         Container(name="vllm", command=["vllm", "serve", "m"]), transfer_config()
     )
-    in_json, in_words = parsed(list(arguments)), parsed(CONNECTOR_IN_A_SCRIPT.split())
+    in_json = parsed(list(arguments)).kv_transfer_config
+    in_words = parsed(CONNECTOR_IN_A_SCRIPT.split()).kv_transfer_config
     assert without_its_id(in_json) == without_its_id(in_words)
     assert in_words.kv_connector == "LMCacheConnector"
     assert in_words.kv_connector_module_path == "lmcache_core.integrations.vllm"
     assert in_words.kv_load_failure_policy == "recompute"
     assert in_words.kv_connector_extra_config == {"sidecar_socket": SOCKET_PATH}
+
+
+@pytest.mark.smoke
+def test_words_for_scripts_make_vllm_publish() -> None:
+    """At its own port, and the connector is told so as a boolean."""
+    arguments = parsed([*CONNECTOR_IN_A_SCRIPT.split(), *EVENTS_IN_A_SCRIPT])
+    assert arguments.kv_transfer_config.kv_connector_extra_config["kv_events"] is True
+    events = arguments.kv_events_config
+    assert (events.enable_kv_cache_events, events.publisher) == (True, "zmq")
+    assert events.endpoint == "tcp://*:5557"

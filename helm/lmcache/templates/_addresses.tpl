@@ -3,6 +3,18 @@
 {storage: 8080, storageLm: 65432, lookup: 8081, broker: 8082, sidecar: 8083, health: 8084, sidecarLm: 65433, compat: 65434, redis: 6379, vllm: 8000, webhook: 8443}
 {{- end -}}
 
+{{/* The ports of vLLM's KV events, as those of a container. Takes: root. */}}
+{{- define "lmcache.kvEventsPorts" -}}
+{{- with .root.Values.kvEvents -}}
+{{- if .enabled -}}
+- {name: kv-events, containerPort: {{ int .port }}}
+{{- with .replayPort }}
+- {name: kv-replay, containerPort: {{ int . }}}
+{{- end }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The address that servers listen on. Takes: root. */}}
 {{- define "lmcache.anyHost" -}}
 {{- ternary "::" "0.0.0.0" (eq .root.Values.network.ipFamily "IPv6") -}}

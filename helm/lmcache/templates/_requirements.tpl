@@ -135,6 +135,35 @@
 {{- end }}
 {{- end }}
 
+{{- define "lmcache.refuseKvEvents" }}
+{{- $events := .Values.kvEvents }}
+{{- if $events.enabled }}
+{{- if eq .Values.network.ipFamily "IPv6" }}
+{{- fail "kvEvents.enabled is true, but network.ipFamily is IPv6: vLLM publishes on IPv4 alone; leave kvEvents off." }}
+{{- end }}
+{{- $ports := include "lmcache.ports" . | fromYaml }}
+{{- $taken := list (int $ports.vllm) (int $ports.sidecar) (int $ports.health) (int $ports.sidecarLm) }}
+{{- range $port := compact (list (int $events.port) (int $events.replayPort)) }}
+{{- if has $port $taken }}
+{{- fail (printf "kvEvents has the port %d twice, or a model's pod has it already: choose another one." $port) }}
+{{- end }}
+{{- $taken = append $taken $port }}
+{{- end }}
+{{- else if or $events.routersFrom $events.replayPort }}
+{{- fail "kvEvents.routersFrom or kvEvents.replayPort is set, but kvEvents.enabled is false: enable it, or leave them empty." }}
+{{- end }}
+{{- range $name, $model := include "lmcache.models" (dict "root" $) | fromYaml }}
+{{- range $word := concat (include "lmcache.optionsOfCommand" $model | fromJsonArray) $model.extraArgs }}
+{{- if and $events.enabled (regexMatch "^--kv[-_]events[-_]config" $word) }}
+{{- fail (printf "models.%s has %s, but kvEvents.enabled sets it: leave one of them out." $name $word) }}
+{{- end }}
+{{- end }}
+{{- if and (not $events.enabled) (eq (toString (get $model.connector.options "lmcache.kv_events")) "true") }}
+{{- fail (printf "models.%s.connector.options has lmcache.kv_events, but vLLM publishes no events: set kvEvents.enabled instead." $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "lmcache.refuseS3" }}
 {{- $s3 := .Values.storage.s3 }}
 {{- if not $s3.bucket }}

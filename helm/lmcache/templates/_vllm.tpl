@@ -23,9 +23,24 @@
 - --kv-transfer-config
 - {{ include "lmcache.kvTransferConfig" . | fromYaml | toJson | quote }}
 {{- end }}
+{{- if .root.Values.kvEvents.enabled }}
+- --kv-events-config
+- {{ include "lmcache.kvEventsConfig" . | fromYaml | toJson | quote }}
+{{- end }}
 {{- with .model.extraArgs }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* llm-d's router reads the pod's address and the model in the topic; others read every topic. Takes: root, model (merged). */}}
+{{- define "lmcache.kvEventsConfig" -}}
+enable_kv_cache_events: true
+publisher: zmq
+endpoint: tcp://*:{{ int .root.Values.kvEvents.port }}
+{{- with .root.Values.kvEvents.replayPort }}
+replay_endpoint: tcp://*:{{ int . }}
+{{- end }}
+topic: {{ printf "kv@$(POD_IP):8000@%s" .model.model | quote }}
 {{- end -}}
 
 {{/* A load that fails is computed again ("recompute"): vLLM's own default ends the request. */}}
@@ -38,15 +53,24 @@ kv_connector_module_path: lmcache_core.integrations.vllm_tier
 kv_connector_extra_config:
   spec_name: TieringOffloadingSpec
   cpu_bytes_to_use: {{ include "lmcache-common.bytes" (dict "name" "connector.hostMemory" "value" .model.connector.hostMemory) }}
+  {{- if .root.Values.kvEvents.enabled }}
+  self_describing_kv_events: true
+  {{- end }}
   secondary_tiers:
     - type: LMCacheTier
       module_path: lmcache_core.integrations.vllm_tier
       sidecar_socket: {{ include "lmcache.socketPath" . }}
+      {{- if .root.Values.kvEvents.enabled }}
+      enable_kv_events: true
+      {{- end }}
 {{- else }}
 kv_connector: LMCacheConnector
 kv_connector_module_path: lmcache_core.integrations.vllm
 kv_connector_extra_config:
   {{- merge (dict "lmcache.sidecar_socket" (include "lmcache.socketPath" .)) .model.connector.options | toYaml | nindent 2 }}
+  {{- if and .root.Values.kvEvents.enabled (not (hasKey .model.connector.options "lmcache.kv_events")) }}
+  lmcache.kv_events: true
+  {{- end }}
 {{- end }}
 {{- end -}}
 
@@ -72,6 +96,12 @@ the libraries that ask who they run as get a name.
       name: {{ .existingSecret | quote }}
       key: {{ .existingSecretKey | quote }}
 {{- end }}
+{{- end }}
+{{- if .root.Values.kvEvents.enabled }}
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
 {{- end }}
 {{- if .model.connector.enabled }}
 - name: PYTHONPATH

@@ -58,6 +58,14 @@ connector: {{ $values.modelDefaults.connector.kind }}
 {{- with $values.modelDefaults.connector.hostMemory }}
 host_memory_gb: {{ include "lmcache-common.gib" (dict "name" "modelDefaults.connector.hostMemory" "value" . "min" "64Mi" "max" "64Ti") }}
 {{- end }}
+{{- with $values.kvEvents }}
+{{- if .enabled }}
+kv_events_port: {{ int .port }}
+{{- with .replayPort }}
+kv_events_replay_port: {{ int . }}
+{{- end }}
+{{- end }}
+{{- end }}
 memory_overhead_mb: {{ include "lmcache-common.mib" (dict "name" "sidecar.memoryOverhead" "value" $values.sidecar.memoryOverhead) }}
 payload_resources: {{ toJson $values.payload.resources }}
 run_as_user: {{ if $values.security.runAsUser }}{{ int64 $values.security.runAsUser }}{{ else }}null{{ end }}

@@ -20,7 +20,15 @@ from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.injection.pod import amount_of
 from lmcache_webhook.injection.sidecar import PAYLOAD, SIDECAR, offloading_config, transfer_config
 
-from tests.fixtures.pods import CONNECTOR_IN_A_SCRIPT, SHAPES, Pod, container, plain, pod
+from tests.fixtures.pods import (
+    CONNECTOR_IN_A_SCRIPT,
+    EVENTS_IN_A_SCRIPT,
+    SHAPES,
+    Pod,
+    container,
+    plain,
+    pod,
+)
 
 KUBERNETES_VERSIONS = ("1.29", "1.33", "1.37")
 STATUS = "lmcache.io/inject-status"
@@ -483,6 +491,110 @@ def test_a_connector_in_a_script_has_its_memory_from_its_author(options: Injecti
     document = SHAPES["kserve"]()
     document["metadata"]["annotations"] |= OFFLOADING
     assert "lmcache-shm" in json.dumps(injected(options, document))
+
+
+def publishing(options: InjectionOptions, **changes: object) -> InjectionOptions:
+    return with_settings(options, **{"kv_events_port": 5557} | changes)
+
+
+@pytest.mark.parametrize("annotations", [{}, OFFLOADING], ids=["lmcache", "offloading-tier"])
+def test_vllm_publishes_for_routers(annotations: dict[str, str], options: InjectionOptions) -> None:
+    options = publishing(options, kv_events_port=6000, kv_events_replay_port=6001)
+    document = pod(container(args=["m"], ports=[{"containerPort": 8000}]), annotations=annotations)
+    changed = injected(options, document)
+    [engine] = changed["spec"]["containers"]
+    assert engine["args"][:2] == ["m", "--kv-transfer-config"]
+    extra = json.loads(engine["args"][2])["kv_connector_extra_config"]
+    if annotations:
+        assert extra["self_describing_kv_events"] is True
+        assert extra["secondary_tiers"][0]["enable_kv_events"] is True
+    else:
+        assert extra["kv_events"] is True
+    assert engine["args"][3] == "--kv-events-config"
+    assert json.loads(engine["args"][4]) == {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://*:6000",
+        "replay_endpoint": "tcp://*:6001",
+    }
+    assert [one["containerPort"] for one in engine["ports"]] == [8000, 6000, 6001]
+    assert changed["metadata"]["annotations"][STATUS].endswith(
+        "; routers learn of its cache at port 6000"
+    )
+    for version in KUBERNETES_VERSIONS:
+        kubernetes_validate.validate(without_nulls(changed), version, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "zmq"}'], ""),
+        (['--kv_events_config={"enable_kv_cache_events": true, "topic": "kv@a@m"}'], ""),
+        (["--kv-events-config", '{"enable_kv_cache_events": false}'], "does not publish by zmq"),
+        (
+            ['--kv-events-config={"enable_kv_cache_events": true, "publisher": "null"}'],
+            "does not publish by zmq",
+        ),
+        (["--kv-events-config.enable_kv_cache_events=true"], "cannot be read here"),
+        (["--kv-events-config", "["], "cannot be read here"),
+        (["--kv-events-config=[]"], "cannot be read here"),
+        (["--kv-events-config={}", "--kv-events-config={}"], "cannot be read here"),
+    ],
+)
+def test_events_that_a_pod_publishes_already_are_its_own(
+    words: list[str], said: str, options: InjectionOptions
+) -> None:
+    """The connector joins them only if vLLM would then start."""
+    changed = injected(publishing(options), pod(container(args=["m", *words])))
+    [engine] = changed["spec"]["containers"]
+    assert engine["args"][:-2] == ["m", *words]
+    assert ("kv_events" in transfer_of(engine)["kv_connector_extra_config"]) == (not said)
+    assert "ports" not in engine
+    status = changed["metadata"]["annotations"][STATUS]
+    assert (said or "learn of its cache where it publishes already") in status
+
+
+def test_events_get_no_port_that_is_taken(options: InjectionOptions) -> None:
+    other = {"name": "x", "image": "x", "ports": [{"containerPort": 5557}]}
+    changed = injected(publishing(options), pod(container(args=["m"]), other))
+    assert transfer_of(changed["spec"]["containers"][0]) == transfer_config()
+    assert "the pod has a port 5557 already" in changed["metadata"]["annotations"][STATUS]
+
+
+@pytest.mark.parametrize(("port", "is_told"), [(5557, True), (6000, False)])
+def test_events_go_through_a_script_in_plain_words(
+    port: int, is_told: bool, options: InjectionOptions
+) -> None:
+    script = pod(container(command=["sh", "-c", "vllm serve m $VLLM_ADDITIONAL_ARGS"]))
+    changed = injected(publishing(options, kv_events_port=port), script)
+    [engine] = changed["spec"]["containers"]
+    words = named(engine["env"], "VLLM_ADDITIONAL_ARGS")["value"].split()
+    assert words[: len(CONNECTOR_IN_A_SCRIPT.split())] == CONNECTOR_IN_A_SCRIPT.split()
+    assert words[len(CONNECTOR_IN_A_SCRIPT.split()) :] == (EVENTS_IN_A_SCRIPT if is_told else [])
+    assert [one["containerPort"] for one in engine.get("ports", [])] == ([port] if is_told else [])
+    said = "its script takes no ports but vLLM's own, 5557 without replay"
+    assert (said in changed["metadata"]["annotations"][STATUS]) != is_told
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"), [("kserve", "it names the connector already"), ("ray_worker", "not vLLM's")]
+)
+def test_a_pod_whose_command_line_stays_publishes_nothing_more(
+    shape: str, said: str, options: InjectionOptions
+) -> None:
+    quiet, changed = (injected(one, SHAPES[shape]()) for one in (options, publishing(options)))
+    assert changed == quiet
+    assert said in changed["metadata"]["annotations"][STATUS]
+
+
+def test_ray_is_told_what_makes_its_vllm_publish(options: InjectionOptions) -> None:
+    document = pod(
+        container("ray", command=["ray", "start"]), annotations={"lmcache.io/container": "ray"}
+    )
+    status = injected(publishing(options), document)["metadata"]["annotations"][STATUS]
+    assert '"kv_events": true' in status
+    events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    assert status.endswith(f", kv_events_config: {json.dumps(events)}")
 
 
 @pytest.mark.parametrize(

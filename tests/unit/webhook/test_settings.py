@@ -39,6 +39,7 @@ def test_least_settings() -> None:
         ("ARENA_GB", "2000", "arena_gb=2000 is above max_arena_gb=1024"),
         ("TENANTS", "[{name: a, namespaces: ['Not A Name']}]", "tenants"),
         ("SIDECAR_CPU", "lots", "sidecar_cpu"),
+        ("KV_EVENTS_REPLAY_PORT", "5558", "kv_events_replay_port=5558 needs a kv_events_port"),
         (
             "PAYLOAD_RESOURCES",
             "{requests: {cpu: lots}}",

@@ -95,6 +95,12 @@ class WebhookSettings(ServiceSettings):
     """`lmcache` or `offloading-tier` (docs/vllm.md), in a pod that names none."""
     host_memory_gb: float = Field(default=8.0, ge=0.0625, le=MAX_GB)
     """vLLM's host memory with `offloading-tier`, in a pod that names no size."""
+    kv_events_port: int | None = Field(default=None, ge=1, le=65_535)
+    """Port at which vLLM publishes KV events for routers (docs/routing.md); None: it publishes
+    none.
+    """
+    kv_events_replay_port: int | None = Field(default=None, ge=1, le=65_535)
+    """Port at which routers ask for events that they missed; None: none."""
     memory_overhead_mb: int = Field(default=512, ge=128, le=1 << 20)
     """Memory of the sidecar in addition to its arena."""
     payload_resources: dict[Literal["requests", "limits"], dict[str, str | int | float]] = Field(
@@ -152,6 +158,15 @@ class WebhookSettings(ServiceSettings):
             raise ValueError(
                 "kubernetes_service and kubernetes_namespace go together: set the other one too, or"
                 " leave both out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_events(self) -> Self:
+        replay = self.kv_events_replay_port
+        if replay is not None and self.kv_events_port in (None, replay):
+            raise ValueError(
+                f"kv_events_replay_port={replay} needs a kv_events_port, which is another one"
             )
         return self
 

@@ -198,14 +198,14 @@ def plan_script_variable(container: Container, config: Mapping[str, Any]) -> str
             f"envFrom may bring {SCRIPT_VARIABLE} to the container {container.name}, and a value"
             " set here would hide it: list the variable in env"
         )
-    words = list(_dotted(OPTION, config))
+    words = words_of(OPTION, config)
     for word in words:
         if "secondary_tiers" in word.partition("=")[0]:
             raise DeclinedError(
                 f"the container {container.name} takes its arguments through a script, which"
                 f" offloading-tier cannot go through: set {CONNECTOR}: lmcache"
             )
-        if not _PLAIN.fullmatch(word):
+        if not is_plain(word):
             raise DeclinedError(
                 f"{word.partition('=')[0]} has a value that cannot go through a script: set it by a"
                 " variable LMCACHE_… instead"
@@ -213,12 +213,22 @@ def plan_script_variable(container: Container, config: Mapping[str, Any]) -> str
     return " ".join(words)
 
 
+def words_of(option: str, config: Mapping[str, Any]) -> list[str]:
+    """Return the words by which vLLM takes an option's members one by one."""
+    return list(_dotted(option, config))
+
+
+def is_plain(word: str) -> bool:
+    """Return whether no shell changes a word."""
+    return _PLAIN.fullmatch(word) is not None
+
+
 def _dotted(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         for member, inner in value.items():
             yield from _dotted(f"{name}.{member}", inner)
     else:
-        yield f"{name}={value}"
+        yield f"{name}={json.dumps(value) if isinstance(value, bool) else value}"
 
 
 def names_our_connector(container: Container) -> bool:
@@ -361,6 +371,9 @@ def find_engine(
     return found[0]
 
 
-def engine_kwargs(config: Mapping[str, Any]) -> str:
-    """Return what a configuration of Ray Serve needs to use the connector."""
-    return "kv_transfer_config: " + json.dumps(config)
+def engine_kwargs(config: Mapping[str, Any], events: Mapping[str, Any] | None = None) -> str:
+    """Return what a configuration of Ray Serve needs to use the connector, and to publish KV
+    events.
+    """
+    text = f"kv_transfer_config: {json.dumps(config)}"
+    return text if events is None else f"{text}, kv_events_config: {json.dumps(events)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import posixpath
 import shlex
@@ -23,6 +24,7 @@ from lmcache_webhook.injection.command_line import (
     plan_script_variable,
     refuse_old_vllm,
     runs_ray,
+    words_of,
 )
 from lmcache_webhook.injection.connector_options import (
     CarriedOver,
@@ -31,6 +33,8 @@ from lmcache_webhook.injection.connector_options import (
     check_options,
     find_lmcache,
 )
+from lmcache_webhook.injection.kv_events import OPTION as EVENTS_OPTION
+from lmcache_webhook.injection.kv_events import EventsPlan, plan_events
 from lmcache_webhook.injection.patch import Operation, Patch, extend_variable
 from lmcache_webhook.injection.plan import (
     INJECTED,
@@ -65,6 +69,7 @@ from lmcache_webhook.injection.sidecar import (
     sidecar_container,
     transfer_config,
     volumes_of,
+    with_kv_events,
 )
 
 Verdict = Literal["injected", "declined", "unchanged", "unreadable"]
@@ -153,6 +158,15 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     arguments = plan_arguments(engine, config)
     script = find_plain_script(engine) if arguments else None
     in_script = plan_script_variable(engine, config)
+    events = plan_events(options.settings, pod.spec, engine, is_in_script=bool(in_script))
+    if events.is_told:
+        config = with_kv_events(config)
+        arguments = plan_arguments(engine, config)
+        in_script = plan_script_variable(engine, config)
+    if events.config is not None and arguments:
+        arguments += (EVENTS_OPTION, json.dumps(events.config, separators=(",", ":")))
+    if events.config is not None and in_script:
+        in_script = " ".join([in_script, *words_of(EVENTS_OPTION, events.config)])
     check_options(engine, carried.extra if carried else {})
     _check_names(pod.spec, engine, plan)
 
@@ -170,6 +184,8 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     else:
         for argument in arguments:
             patch.append((*at, "args"), argument)
+    for port in events.ports if arguments or in_script else ():
+        patch.append((*at, "ports"), {"name": f"lmcache-{port}", "containerPort": port})
     if in_script:
         extend_variable(patch, at, SCRIPT_VARIABLE, in_script, " ")
     extend_variable(patch, at, "PYTHONPATH", PYTHON_PATH, ":")
@@ -186,7 +202,9 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
         left_out = [*carried.left_out, *(carried.extra if host_memory_gb else ())]
         if left_out:
             text += f", not carried over: {', '.join(left_out)}"
-    return text + ("" if arguments else _why_no_arguments(engine, config, bool(in_script)))
+    if not arguments:
+        text += _why_no_arguments(engine, config, events, bool(in_script))
+    return text + (events.said if arguments or in_script else "")
 
 
 def _add_host_memory(
@@ -241,14 +259,17 @@ def _kept(items: Sequence[Any], member: str, removed: Set[tuple[str, int]]) -> l
     return [item for index, item in enumerate(items) if (member, index) not in removed]
 
 
-def _why_no_arguments(engine: Container, config: Mapping[str, Any], has_variable: bool) -> str:
+def _why_no_arguments(
+    engine: Container, config: Mapping[str, Any], events: EventsPlan, has_variable: bool
+) -> str:
     if has_variable:
         return f"; its script gets the connector in the variable {SCRIPT_VARIABLE}"
     text = "; its command line is as it was, since "
     if names_our_connector(engine):
         return f"{text}it names the connector already"
     if runs_ray(engine):
-        return f"{text}Ray starts vLLM later: put into engine_kwargs {engine_kwargs(config)}"
+        kwargs = engine_kwargs(config, events.config)
+        return f"{text}Ray starts vLLM later: put into engine_kwargs {kwargs}"
     return f"{text}what it runs is not vLLM's server itself"
 
 

@@ -156,6 +156,19 @@ def offloading_config(
     }
 
 
+def with_kv_events(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a value of `--kv-transfer-config` by which routers also learn what the sidecar has."""
+    extra = dict(config["kv_connector_extra_config"])
+    if "secondary_tiers" in extra:
+        extra["self_describing_kv_events"] = True  # else vLLM's events have no tokens
+        extra["secondary_tiers"] = [
+            {**tier, "enable_kv_events": True} for tier in extra["secondary_tiers"]
+        ]
+    else:
+        extra["kv_events"] = True
+    return {**config, "kv_connector_extra_config": extra}
+
+
 def _cpu_request(plan: PodPlan) -> Any:
     """Return the sidecar's CPU request unless the template has one. If it follows from the GPUs it
     is at most the template's limit: a pod with more would be refused.
