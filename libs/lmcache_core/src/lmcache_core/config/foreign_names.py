@@ -260,7 +260,7 @@ FOREIGN_NAMES: Mapping[str, ForeignName] = MappingProxyType(
             "pins end with the connection that holds them; leave it out", 30, is_tuning=True
         ),
         "enable_kv_events": _only(
-            "the lookup service learns of stores and removals; set it to false", False
+            "routers learn what a sidecar has by lmcache.kv_events in vLLM; set it to false", False
         ),
         "use_gpu_connector_v3": _only(
             "the GPU connector is an argument of the engine; set it to false", False, is_tuning=True
