@@ -13,11 +13,13 @@ import pytest
 import zmq
 from lmcache_core.errors import ConfigError
 
-from tests.vllm.engines import BLOCK_SIZE, CHUNK_SIZE, Ask, running_engine
+from tests.vllm.engines import BLOCK_SIZE, CHUNK_SIZE, Ask, engine_options, running_engine
+from tests.vllm.models import LLAMA
 from tests.vllm.references import prompt
-from tests.vllm.sidecars import eventually
+from tests.vllm.sidecars import eventually, socket_of
 from tests.vllm.worlds import World
 
+WEBHOOK = Path(__file__).resolve().parents[2] / "services" / "webhook" / "src"
 ASK = Ask(prompt(900, 1000))
 NUM_CHUNKS = 1000 // CHUNK_SIZE
 
@@ -141,6 +143,38 @@ def test_an_engine_that_starts_again_is_believed_at_once(world: World, tmp_path:
     before, after = router.sequences[:num_before], router.sequences[num_before:]
     assert max(before) < min(after)
     assert router.sequences == sorted(router.sequences)
+
+
+@pytest.mark.since("0.32")
+@pytest.mark.timeout(300)
+def test_routers_learn_of_the_sidecar_behind_vllms_own_offloading(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under vLLM's names, with the tokens, as the webhook switches it on."""
+    monkeypatch.syspath_prepend(str(WEBHOOK))
+    from lmcache_webhook.injection.sidecar import offloading_config, with_kv_events
+
+    world.sidecar()
+    config = events_at(tmp_path)
+    transfer = with_kv_events(offloading_config(64 / 1024))
+    extra = transfer["kv_connector_extra_config"]
+    extra |= {"spec_name": "HostTieringSpec", "spec_module_path": "tests.vllm.host_offloading"}
+    extra["secondary_tiers"][0]["sidecar_socket"] = str(socket_of(world.owner))
+    options = engine_options(
+        world.models / LLAMA, kv_transfer_config=transfer, kv_events_config=config
+    )
+    with router_of(config["endpoint"]) as router, running_engine(options) as engine:
+        engine.ask(ASK)
+
+        def is_told() -> bool:
+            engine.ask(Ask(prompt(901, 40)))  # vLLM takes a tier's events in its steps
+            return router.holds("STORAGE") >= len(ASK.tokens) // BLOCK_SIZE
+
+        eventually(is_told, "what was stored is announced")
+        on_gpu, stored = router.blocks["GPU"], router.blocks["STORAGE"]
+        assert on_gpu.keys() & stored.keys()
+        assert all(on_gpu.get(block, tokens) == tokens for block, tokens in stored.items())
+    assert not any(event.get("ownership") or event.get("locality") for event in router.events)
 
 
 @pytest.mark.smoke
