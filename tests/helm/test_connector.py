@@ -89,7 +89,6 @@ def test_vllm_publishes_events_of_the_sidecar_where_routers_read_them(chart: Cha
 
 
 def test_a_model_may_leave_the_events_of_its_sidecar_out(chart: Chart) -> None:
-    """As one must that has no layer of full attention."""
     without = {"connector": {"options": {"lmcache.kv_events": False}}}
     tier = {"connector": {"kind": "offloading-tier"}}
     models = {"plain": MODEL | without, "tier": MODEL | tier}

@@ -125,8 +125,8 @@ def test_a_gateway_leads_to_the_service_or_to_the_pool(chart: Chart) -> None:
     (pool,) = pools.values()
     pods = rendering.get("Deployment", "vllm-pooled")["spec"]["template"]
     assert pool["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
-    ports = {port["containerPort"] for port in pods["spec"]["containers"][0]["ports"]}
-    assert {port["number"] for port in pool["targetPorts"]} == ports
+    ports = {one["name"]: one["containerPort"] for one in pods["spec"]["containers"][0]["ports"]}
+    assert [port["number"] for port in pool["targetPorts"]] == [ports["http"]]
     off = chart.render(MODELS)
     assert not off.of_kind("HTTPRoute", "InferencePool", "PersistentVolumeClaim")
 

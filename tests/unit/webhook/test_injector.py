@@ -554,11 +554,13 @@ def test_events_that_a_pod_publishes_already_are_its_own(
     assert (said or "learn of its cache where it publishes already") in status
 
 
-def test_events_get_no_port_that_is_taken(options: InjectionOptions) -> None:
+@pytest.mark.parametrize("port", [5557, 8084], ids=["another container's", "the sidecar's"])
+def test_events_get_no_port_that_is_taken(port: int, options: InjectionOptions) -> None:
     other = {"name": "x", "image": "x", "ports": [{"containerPort": 5557}]}
-    changed = injected(publishing(options), pod(container(args=["m"]), other))
+    publishes = publishing(options, kv_events_port=port)
+    changed = injected(publishes, pod(container(args=["m"]), other))
     assert transfer_of(changed["spec"]["containers"][0]) == transfer_config()
-    assert "the pod has a port 5557 already" in changed["metadata"]["annotations"][STATUS]
+    assert f"the pod has a port {port} already" in changed["metadata"]["annotations"][STATUS]
 
 
 @pytest.mark.parametrize(("port", "is_told"), [(5557, True), (6000, False)])

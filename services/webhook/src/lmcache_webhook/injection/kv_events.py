@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lmcache_webhook.injection.command_line import is_plain, names_our_connector, words_of
 from lmcache_webhook.injection.pod import Container, PodSpec
+from lmcache_webhook.injection.sidecar import PORTS
 
 if TYPE_CHECKING:
     from lmcache_webhook.settings import WebhookSettings
@@ -63,7 +64,7 @@ def plan_events(
     ports = tuple(port for port in wanted if port is not None)
     there = {port.containerPort for one in spec.all_containers for port in one.ports or ()}
     for port in ports:
-        if port in there:
+        if port in there or port in PORTS:
             return _silent(f"the pod has a port {port} already")
     config: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq"}
     if settings.kv_events_port != VLLM_PORT:
