@@ -14,7 +14,7 @@ import zmq
 from lmcache_core.errors import ConfigError
 
 from tests.vllm.engines import BLOCK_SIZE, CHUNK_SIZE, Ask, engine_options, running_engine
-from tests.vllm.models import LLAMA
+from tests.vllm.models import LLAMA, SLIDING
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import eventually, socket_of
 from tests.vllm.worlds import World
@@ -143,6 +143,21 @@ def test_an_engine_that_starts_again_is_believed_at_once(world: World, tmp_path:
     before, after = router.sequences[:num_before], router.sequences[num_before:]
     assert max(before) < min(after)
     assert router.sequences == sorted(router.sequences)
+
+
+@pytest.mark.timeout(300)
+def test_a_model_that_routers_cannot_follow_is_served(world: World, tmp_path: Path) -> None:
+    """One value switches events on for all models."""
+    world.sidecar()
+    config = events_at(tmp_path)
+    windows = {"layer_types": 6 * ["sliding_attention"]}
+    options = world.options(
+        SLIDING, lmcache_kv_events=True, kv_events_config=config, hf_overrides=windows
+    )
+    with router_of(config["endpoint"]) as router, running_engine(options) as engine:
+        engine.ask(ASK)
+        eventually(lambda: router.holds("GPU") > 0, "vLLM publishes")
+        assert not router.holds("CPU")
 
 
 @pytest.mark.since("0.32")

@@ -204,7 +204,12 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         if options.kv_events:
             from lmcache_core.integrations.vllm.event_publisher import RouterEvents
 
-            self._events = RouterEvents(vllm_config, options, groups, identity, namer, self._guard)
+            try:
+                self._events = RouterEvents(
+                    vllm_config, options, groups, identity, namer, self._guard
+                )
+            except LayoutError as exc:  # the cache serves without routers
+                logger.warning("routers learn nothing of the cache: reason=%s", exc)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -31,7 +31,7 @@ from vllm.v1.core import kv_cache_utils
 from lmcache_core._typing import override
 from lmcache_core.engine.guard import DegradingGuard
 from lmcache_core.engine.stores import SidecarClient, sidecar_store
-from lmcache_core.errors import ConfigError
+from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
 from lmcache_core.integrations.vllm.kv_events import (
@@ -230,7 +230,8 @@ class RouterEvents:
     """Tells routers what the sidecar has of what an engine names, on a connection of its own.
 
     Raises:
-        ConfigError: vLLM publishes no events, or no group of layers attends to all tokens.
+        ConfigError: vLLM publishes no events.
+        LayoutError: No group of layers attends to all tokens, and routers ignore others.
     """
 
     def __init__(
@@ -244,10 +245,7 @@ class RouterEvents:
     ) -> None:
         whole = [group for group in groups if group.window is None]
         if not whole:
-            raise ConfigError(
-                "lmcache.kv_events=true: no layer of the model attends to all tokens, so routers"
-                " have no use for it; leave it out"
-            )
+            raise LayoutError("no layer of the model attends to all tokens")
         cache = vllm_config.cache_config
         hash_tokens = getattr(cache, "hash_block_size", None) or cache.block_size
         describer = Describer(whole[0], options.engine.chunk_size, hash_tokens)
