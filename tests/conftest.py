@@ -54,13 +54,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A busy machine stops for longer than Hypothesis lets an example, or its generation, take. vLLM's
-# environment has no Hypothesis.
+# A busy machine stops for longer than Hypothesis lets an example, or its generation, take; and each
+# run has the same examples (others: `--hypothesis-profile=default`). vLLM's environment has no
+# Hypothesis.
 with contextlib.suppress(ModuleNotFoundError):
     import hypothesis
 
     hypothesis.settings.register_profile(
-        "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+        "patient",
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("patient")
 

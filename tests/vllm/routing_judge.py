@@ -48,8 +48,8 @@ SETTLED_S, CERTAIN_S = 1.0, 5.0
 """When the judge is asked, after the last operation."""
 RESTART_SHARE = 0.0005
 LIFE_S = 3.0
-"""No engine ends sooner after its start: this indexer waits for ever for a replay that the end of an
-engine has cut off, until the engine is registered again.
+"""No engine ends sooner after its start: this indexer waits for ever for a replay that the end of
+an engine has cut off, until the engine is registered again.
 """
 LOST_SHARE, LATE_SHARE = 0.02, 0.05
 """Of the batches between publisher and judge."""

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lmcache_core.config import OPTIONS, LMCacheEngineConfig
 from lmcache_core.config.foreign_names import FOREIGN_NAMES
@@ -676,6 +676,7 @@ def test_any_option_is_carried_over_or_named(
 
 
 @given(source=CONFIGURATIONS)
+@example(source={"distributed_url": "lm://h:1", "peer_tls_key_file": "/k"})
 def test_any_connector_of_a_manifest_is_carried_over_or_named(
     source: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -379,7 +379,8 @@ class _Migrator:
             if key in self.sidecar and cert not in self.sidecar:
                 self.to_choose[cert] = f"{key} needs it"
         url = self.sidecar.get("distributed_url")
-        if url is not None and "tls_cert_file" in self.sidecar and not is_encrypted(url):
+        is_tls = "tls_cert_file" in self.sidecar or "tls_cert_file" in self.to_choose
+        if url is not None and is_tls and not is_encrypted(url):
             del self.sidecar["distributed_url"]
             self.refused.append(
                 f"distributed_url={url!r}: what is served there is encrypted; write lm+tls://"
