@@ -25,6 +25,7 @@ from tests.bench import (
     peers,
     pictures,
     readme,
+    routing,
     scale,
     storage_rest,
     tiers,
@@ -113,6 +114,12 @@ class Bench:
     def hit_ratio(self) -> Found:
         return Found("Simulated: nothing is timed.", [eviction.by_size(self._run)])
 
+    def routing(self) -> Found:
+        pods = tuple(self._options.pods)
+        sections, remarks = routing.measure(self._run, pods)
+        is_whole = pods == routing.IN_TABLE
+        return Found("Simulated: nothing is timed.", sections, remarks, is_whole=is_whole)
+
     def vllm(self) -> Found:
         sections, remark = vllm.measure(self._run)
         machine = vllm.described(MACHINE)
@@ -137,6 +144,7 @@ BY_NAME = {
     "lookup_rest": Bench.lookup_rest,
     "mlperf": Bench.mlperf,
     "peers": Bench.peers,
+    "routing": Bench.routing,
     "scale": Bench.scale,
     "storage_rest": Bench.storage_rest,
     "vllm": Bench.vllm,
@@ -187,6 +195,14 @@ def main() -> None:
         default=(),
         choices=peers.ROWS,
         help="of peers: measure these alone, and write nothing",
+    )
+    parser.add_argument(
+        "--pods",
+        nargs="+",
+        type=int,
+        default=routing.IN_TABLE,
+        choices=routing.PODS,
+        help="of routing: only the table of %(default)s is written; 512 take much longer",
     )
     options = parser.parse_args()
     console = Console()

@@ -47,11 +47,17 @@ def recorded_trace(name: str) -> Trace:
     """Return one of `RECORDED`; traces/README.md says what they are."""
     trace: Trace = []
     names = _names()
-    for line in lzma.decompress((TRACES / f"{name}.txt.xz").read_bytes()).splitlines():
-        back, num_shared, num_new = map(int, line.split())
+    for back, num_shared, num_new in recorded_lines(name):
         shared = trace[-back][:num_shared] if back else []
         trace.append(shared + list(itertools.islice(names, num_new)))
     return trace
+
+
+def recorded_lines(name: str) -> Iterator[tuple[int, int, int]]:
+    """Yield the lines of one of `RECORDED`."""
+    for line in lzma.decompress((TRACES / f"{name}.txt.xz").read_bytes()).splitlines():
+        back, num_shared, num_new = map(int, line.split())
+        yield back, num_shared, num_new
 
 
 def chat_trace(seed: int = 1, num_conversations: int = 1000) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -94,11 +95,34 @@ def hit_ratios(benchmarks: str) -> str:
     return chart.svg("dashed: MIN, which knows the future")
 
 
+def routed(benchmarks: str) -> str:
+    """Draw the time to the first token by pods, for each way to pick one."""
+    traces = ("conversation", "agents")
+    curves: dict[str, list[list[Point]]] = {}
+    each = tables(benchmarks, "\n## Routing\n")
+    for number, (head, *body) in enumerate(itertools.islice(each, len(traces))):
+        column = head.index("first token, s")
+        for row in body:
+            pods, policy = row[0].split(" pods, ")
+            curve = curves.setdefault(policy, [[] for _ in traces])[number]
+            curve.append((_number(pods), _number(row[column])))
+    chart = Chart(
+        "Time to the first token by how routers pick a pod",
+        400,
+        _log("pods", (8, 64)),
+        _log("s, mean", (0.5, 1, 2, 5, 10, 20, 50)),
+    )
+    for policy, of_traces in curves.items():
+        chart.add(policy, *of_traces, dots=[point for curve in of_traces for point in curve])
+    return chart.svg(*map(": ".join, zip(("solid", "dashed"), traces, strict=True)))
+
+
 PICTURES: dict[str, Callable[[str], str]] = {
     "first-token.svg": first_tokens,
     "first-token-by-length.svg": by_length,
     "load-rates.svg": load_rates,
     "hit-ratio.svg": hit_ratios,
+    "routing-first-token.svg": routed,
 }
 
 
