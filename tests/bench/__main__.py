@@ -115,10 +115,7 @@ class Bench:
         return Found("Simulated: nothing is timed.", [eviction.by_size(self._run)])
 
     def routing(self) -> Found:
-        pods = tuple(self._options.pods)
-        sections, remarks = routing.measure(self._run, pods)
-        is_whole = pods == routing.IN_TABLE
-        return Found("Simulated: nothing is timed.", sections, remarks, is_whole=is_whole)
+        return Found("Simulated: nothing is timed.", *routing.measure(self._run))
 
     def vllm(self) -> Found:
         sections, remark = vllm.measure(self._run)
@@ -195,14 +192,6 @@ def main() -> None:
         default=(),
         choices=peers.ROWS,
         help="of peers: measure these alone, and write nothing",
-    )
-    parser.add_argument(
-        "--pods",
-        nargs="+",
-        type=int,
-        default=routing.IN_TABLE,
-        choices=routing.PODS,
-        help="of routing: only the table of %(default)s is written; 512 take much longer",
     )
     options = parser.parse_args()
     console = Console()

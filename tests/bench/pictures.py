@@ -109,7 +109,7 @@ def routed(benchmarks: str) -> str:
     chart = Chart(
         "Time to the first token by how routers pick a pod",
         400,
-        _log("pods", (8, 64)),
+        _log("pods", (8, 64, 512)),
         _log("s, mean", (0.5, 1, 2, 5, 10, 20, 50)),
     )
     for policy, of_traces in curves.items():

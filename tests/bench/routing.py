@@ -10,6 +10,7 @@ Decoding, and pulls from the arenas of other pods, are left out.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import math
@@ -32,7 +33,6 @@ DELAY_S = (0.0, 0.2, 0.2)
 in a round (`ROUND_S`).
 """
 PODS = (8, 64, 512)
-IN_TABLE = PODS[:2]
 COPIES = {"conversation": 1, "agents": 4}
 """Of a trace, for 8 pods. They share nothing."""
 FIRST_PARTS = {"conversation": (1, 1, 8), "agents": (2, 8, 16)}
@@ -520,8 +520,9 @@ def replayed(trace: Trace, num_pods: int, setup: Setup, policy: str, run: Run, w
     return replay.found
 
 
-def measure(run: Run, pods: Sequence[int] = IN_TABLE) -> tuple[list[Section], list[str]]:
+def measure(run: Run, pods: Sequence[int] = PODS) -> tuple[list[Section], list[str]]:
     """Return the tables and sentences of the section `routing`; takes minutes."""
+    gc.disable()  # each pass would walk millions of objects, of which none are in cycles
     sections, told = [], []
     for name in COPIES:
         rows = []
@@ -553,6 +554,7 @@ def measure(run: Run, pods: Sequence[int] = IN_TABLE) -> tuple[list[Section], li
             told,
         )
     )
+    gc.enable()
     return sections, [_sizes_remark()]
 
 
