@@ -38,6 +38,7 @@ from tests.fixtures.vllm_engine.worlds import embedded, make_model, with_sidecar
 from tests.simulation.cluster import worker_name
 from tests.simulation.engines import SimulatedEngine
 from tests.simulation.kernel import Kernel, Process, Thread
+from tests.simulation.routers import Router
 
 SHARED_TOKENS = (HEAD_CHUNKS + BRANCH_CHUNKS) * CHUNK_SIZE
 NUM_LAYERS = 8
@@ -398,6 +399,9 @@ class VllmClient:
     def close(self) -> None:
         """Check that nothing is left of any request, and shut down."""
         self._checked("idle", self._engine.check_idle)
+        if self._router is not None:
+            self._simulated.faults += self._router.check()
+            self._router.close()
         self._engine.close()
 
     def _open(self) -> _Engine:
@@ -425,6 +429,9 @@ class VllmClient:
         )
         # What the connector cannot see: with it, a hit across tenants is wrong KV.
         engine.model.weights += f" of {cluster.tenant_of(node)}"
+        side = engine.connector._scheduler
+        has_router = side is not None and not self._simulated.is_embedded
+        self._router = Router(extra, side) if has_router else None
         self._time_calls(engine.connector)
         return engine
 

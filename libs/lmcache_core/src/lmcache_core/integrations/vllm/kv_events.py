@@ -2,14 +2,15 @@
 chunks this engine has named are in the arena and on the pod's disk, as the sidecar says, never as
 this engine would expect. Imports nothing of vLLM.
 
-Once in `ROUND_S` a thread of its own asks what has changed, and where the changed chunks are now;
-the difference from what was announced is published. What it may have missed, because it was slow or
-the sidecar has been replaced, makes it ask about all chunks again. What it cannot know, because the
-sidecar has not answered for `GONE_S`, it takes back.
+Once in `ROUND_S` a thread of its own asks what has changed, and where the changed chunks are now,
+and some of the others; the difference from what was announced is published. What it may have
+missed, because it was slow or the sidecar has been replaced, makes it ask about all chunks again.
+What it cannot know, because the sidecar has not answered for `GONE_S`, it takes back.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -27,6 +28,8 @@ from lmcache_core.wire.messages import Changes
 logger = logging.getLogger(__name__)
 
 ROUND_S: Final = 0.2
+CHECK_ROUNDS: Final = 20
+"""Everything announced is asked about again within so many rounds."""
 GONE_S: Final = 0.5
 """A sidecar that restarts within this time is not reported as gone."""
 MAX_CHUNKS: Final = 1 << 16
@@ -150,16 +153,13 @@ class KVEvents:
         if answer is None:
             self._silent()
             return
-        is_all = not answer.is_complete or self._last is None
-        asked = (
-            list(self._chunks)
-            if is_all
-            else [
-                one
-                for one in {**dict.fromkeys(_split(answer.hashes)), **new}
-                if one in self._chunks
-            ]
-        )
+        # What has been announced longest ago is asked about again: chunks also expire.
+        again = itertools.islice(self._announced, -(-len(self._announced) // CHECK_ROUNDS))
+        if answer.is_complete and self._last is not None:
+            wanted = dict.fromkeys([*_split(answer.hashes), *new, *again])
+            asked = [one for one in wanted if one in self._chunks]
+        else:
+            asked = list(self._chunks)
         places = self._places(asked)
         if places is None:
             self._last = None  # what has changed is asked again
