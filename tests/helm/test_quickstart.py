@@ -141,6 +141,7 @@ def test_the_chart_s_dependency_is_built_before_it_is_installed(name: str) -> No
 @pytest.mark.parametrize("text", [README, BESIDE], ids=["README", "quickstart"])
 def test_the_webhook_serves_before_a_pod_asks_for_it(text: str) -> None:
     """Otherwise the pod starts without the cache, silently. Helm waits for it (startupCheck)."""
+    text = re.sub(r"\\\n\s*", "", text)  # a command over several lines
     [command] = re.findall(r"^helm install .*webhook.enabled=true$", text, re.MULTILINE)
     assert not re.search("startupCheck|--no-hooks|--set.*timeout", command)
     assert text.index(command) < text.index("\nkubectl -n my-models patch ")
