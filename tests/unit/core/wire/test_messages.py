@@ -50,7 +50,7 @@ def raw(
     [
         pytest.param(raw(magic=b"LMF2"), id="magic"),
         pytest.param(raw(kind=0), id="type 0"),
-        pytest.param(raw(kind=33), id="type 33"),
+        pytest.param(raw(kind=max(FrameType) + 1), id="type"),
         pytest.param(raw(reserved=b"\0\0\1"), id="reserved"),
         pytest.param(raw(correlation_id=0), id="correlation id"),
         pytest.param(raw(meta=0), id="no meta"),
