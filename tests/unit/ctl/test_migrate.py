@@ -803,7 +803,7 @@ def test_an_unknown_name_is_refused(place: Any, migrations: Migrations) -> None:
         assert carried(found) == known, name
         said = "\n".join(found.refused)
         if place is as_variables and is_not_ours(f"LMCACHE_{name.upper()}", "5"):
-            said = "\n".join(found.notes)  # of a service, which an engine beside it may see
+            said = "\n".join(found.notes)  # of a service; an engine in the same pod may see it
         assert name in said or name.upper() in said
 
 

@@ -95,7 +95,7 @@ def _subclasses(*classes: type) -> Iterator[Any]:
 
 
 def _within(part: Any, whole: Any) -> bool:
-    """Return whether all that the part has is in the whole, which may have defaults besides."""
+    """Return whether the whole has all that the part has; it may have defaults, too."""
     if isinstance(part, dict):
         return all(name in whole and _within(value, whole[name]) for name, value in part.items())
     if isinstance(part, list):

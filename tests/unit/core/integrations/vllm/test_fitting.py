@@ -127,7 +127,7 @@ def serve(vllm: Path, connector: tuple[str, str], num_more: int) -> None:
     Args:
         vllm: The folder that has it.
         connector: Module and name.
-        num_more: Number of arguments it passes besides configuration and role.
+        num_more: Number of arguments after configuration and role.
     """
     with vllm_in(vllm):
         base = importlib.import_module(f"vllm.{BASE_MODULE}")

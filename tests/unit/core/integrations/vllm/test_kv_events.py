@@ -101,7 +101,7 @@ def describe(numbers: Sequence[int], first: int, last: int) -> Iterator[Announce
 
 
 class Engine:
-    """An engine that names chunks, beside its sidecar and a router; time passes when it is told."""
+    """An engine that names chunks, its sidecar and a router, on a clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -293,7 +293,7 @@ def test_a_router_believes_what_is_there_whatever_happens(engine: Engine, seed: 
 
 
 def test_an_unexpected_error_ends_it_and_takes_everything_back(engine: Engine) -> None:
-    """The engine serves without it, and routers must not believe what nobody follows."""
+    """The engine serves without it, and routers must not believe what is no longer followed."""
     engine.name(1)
     engine.sidecar.put(1, MEMORY_TIER)
     engine.events.round()
