@@ -27,6 +27,8 @@ class Pace:
         measure_s: The same for the measurement of what only one sidecar holds, which asks lookup
             about many chunks.
         lease_s: Leases of instances and peers.
+        has_routers: Whether engines tell routers what is cached, which takes a look at the sidecar
+            five times a second.
     """
 
     engine_s: tuple[float, ...]
@@ -40,6 +42,7 @@ class Pace:
     look_s: float
     measure_s: float
     lease_s: float
+    has_routers: bool
 
 
 BUSY = Pace(
@@ -54,6 +57,7 @@ BUSY = Pace(
     look_s=1.0,
     measure_s=5.0,
     lease_s=15.0,
+    has_routers=True,
 )
 SLOW = Pace(
     engine_s=(300.0, 900.0),
@@ -67,6 +71,7 @@ SLOW = Pace(
     look_s=200.0,
     measure_s=900.0,
     lease_s=900.0,
+    has_routers=False,
 )
 
 

@@ -430,8 +430,8 @@ class VllmClient:
         # What the connector cannot see: with it, a hit across tenants is wrong KV.
         engine.model.weights += f" of {cluster.tenant_of(node)}"
         side = engine.connector._scheduler
-        has_router = side is not None and not self._simulated.is_embedded
-        self._router = Router(extra, side) if has_router else None
+        has_router = cluster.world.pace.has_routers and not self._simulated.is_embedded
+        self._router = Router(extra, side) if has_router and side is not None else None
         self._time_calls(engine.connector)
         return engine
 
