@@ -19,6 +19,7 @@ from lmcache_demo.model import MODEL_DIR
 from transformers import LlamaForCausalLM
 
 from tests.fixtures.tiny_llama import VOCAB, make_model
+from tests.fixtures.waiting import threads_end
 from tests.unit.docs.pages import ROOT, blocks
 
 SMALL = {"memory_gb": 0.01, "chunk_size": 16}
@@ -38,11 +39,6 @@ def prompt(num_tokens: int = 70) -> torch.Tensor:
 @pytest.fixture(scope="module", autouse=True)
 def _threads_of_other_tests() -> None:
     OTHERS.update(threading.enumerate())
-
-
-def own_threads() -> list[str]:
-    threads = set(threading.enumerate()) - OTHERS
-    return [one.name for one in threads if one.name.startswith("lmcache")]
 
 
 def test_the_readme_runs_as_it_is_pasted(tmp_path: Path) -> None:
@@ -77,7 +73,7 @@ def test_a_disk_outlives_the_cache(model: LlamaForCausalLM, tmp_path: Path) -> N
             answer = cache.generate(ids, max_new_tokens=8)
             assert (answer.tokens, answer.num_reused_tokens) == (want, reused)
         cache.close()
-    assert not own_threads()
+    threads_end("lmcache", OTHERS)
 
 
 def test_the_name_does_not_depend_on_the_directory(
@@ -127,7 +123,7 @@ def test_a_bad_option_is_refused(
     with pytest.raises(lmcache_core.ConfigError) as refused:
         lmcache_core.open(model, **options)  # type: ignore[arg-type]
     assert message in str(refused.value)
-    assert not own_threads()
+    threads_end("lmcache", OTHERS)
 
 
 def test_an_answer_ends_where_the_model_ends_it() -> None:
@@ -183,7 +179,7 @@ def test_an_option_of_another_type_is_refused(
 ) -> None:
     with pytest.raises(TypeError, match=f"{next(iter(options))}="):
         lmcache_core.open(model, **options, **SMALL)
-    assert not own_threads()
+    threads_end("lmcache", OTHERS)
 
 
 IDS = prompt()
@@ -222,4 +218,4 @@ def test_anything_but_a_model_is_refused(given: object, message: str) -> None:
     with pytest.raises(TypeError) as refused:
         lmcache_core.open(given, **SMALL)  # type: ignore[arg-type]
     assert message in str(refused.value)
-    assert not own_threads()
+    threads_end("lmcache", OTHERS)

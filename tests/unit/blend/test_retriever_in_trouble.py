@@ -13,6 +13,7 @@ from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from tests.fixtures.documents import Watched, document, request, retrieving, store
 from tests.fixtures.embedded import PATIENT, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS
+from tests.fixtures.waiting import threads_end
 
 PATIENCE_S = 60.0
 
@@ -130,9 +131,7 @@ def test_close_waits_for_running_fetches_only():
             assert (len(asked), len(watched.lookups)) == (MAX_SEGMENTS_AT_ONCE, num_lookups), (
                 "a closed one asks no peer"
             )
-        assert not [
-            thread for thread in threading.enumerate() if thread.name.startswith("lmcache-blend")
-        ]
+        threads_end("lmcache-blend")
 
 
 def test_all_segments_together_have_one_deadline(monkeypatch):

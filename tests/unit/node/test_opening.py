@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from lmcache_core.wire.server import LmServer
 from lmcache_servicekit.state import service_state
 
 from tests.fixtures.nodes import KINDS, node_app, node_of
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import threads_end
 from tests.suites.chunks import make_chunk
 
 PATIENT = ClientOptions(timeout_s=60.0, connect_timeout_s=60.0)
@@ -62,11 +61,6 @@ async def test_a_taken_port_is_named_and_the_disk_is_free_again(kind: str, tmp_p
         """The directory has no owner."""
 
 
-def disk_threads() -> list[str]:
-    names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("lmcache-disk")]
-
-
 @pytest.mark.parametrize("part", [LmServer, InstanceReporter, PeerRegistration])
 async def test_a_part_that_fails_closes_itself_and_all_before_it(
     kind: str, part: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,4 +84,4 @@ async def test_a_part_that_fails_closes_itself_and_all_before_it(
         async with app.router.lifespan_context(app):
             pass
     assert sorted(map(str, closed)) == sorted(map(str, parts[: parts.index(part) + 1]))
-    await until(lambda: not disk_threads())
+    threads_end("lmcache-disk")

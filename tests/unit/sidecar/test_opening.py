@@ -26,6 +26,7 @@ from lmcache_sidecar.arena import owner
 from lmcache_sidecar.arena.owner import ArenaOwner, open_arena
 
 from tests.fixtures.sidecar_app import make_settings, serving
+from tests.fixtures.waiting import threads_end
 from tests.suites.chunks import held_keys, make_chunk, make_key
 
 PATIENT = ClientOptions(timeout_s=60.0, connect_timeout_s=60.0)
@@ -143,9 +144,7 @@ async def test_tier_that_cannot_open_closes_those_before_it(
                 create_app(make_settings(tmp_path, **disk, remote_url=f"file://{tmp_path}/shared"))
             ):
                 pass
-    assert not [
-        thread.name for thread in threading.enumerate() if thread.name.startswith("lmcache-disk")
-    ]
+    threads_end("lmcache-disk")
     async with opening.lifespan(create_app(make_settings(tmp_path, **disk))):
         """The directory is free again."""
 

@@ -14,6 +14,7 @@ from lmcache_core.concurrency import workers as module
 from lmcache_core.concurrency.workers import MAX_THREADS
 
 from tests.fixtures.limits import without_threads
+from tests.fixtures.waiting import threads_end
 
 PATIENCE_S = 60.0
 NUM_SUBMITTERS = 4
@@ -27,7 +28,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Workers]:
     made.open()
     yield made
     made.close()
-    assert not [one for one in threading.enumerate() if one.name.startswith("test-worker")]
+    threads_end("test-worker")
 
 
 class Something:

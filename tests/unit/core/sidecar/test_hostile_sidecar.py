@@ -26,7 +26,7 @@ from lmcache_core.wire.frames import MAX_META_BYTES, FrameHeader, FrameType, bui
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, empty_kv, random_kv, tokens_of
 from tests.fixtures.scripted_sidecar import ARENA_BYTES, Answer, scripted_sidecar
 from tests.fixtures.sidecar import engine_at
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.waiting import threads_end, wait_until
 
 TOKENS = tokens_of(2 * CHUNK_SIZE)
 PAYLOAD_BYTES = 2 * NUM_LAYERS * CHUNK_SIZE * HIDDEN * 4
@@ -316,7 +316,7 @@ def test_closed_engine_does_not_reconnect(tmp_path: Path) -> None:
         assert use(engine) == 0
         wait_until(lambda: sidecar.num_ended == 1)
         assert sidecar.num_connections == 1
-        assert not [one for one in threading.enumerate() if one.name == "lmcache-sidecar-link"]
+        threads_end("lmcache-sidecar-link")
 
 
 @pytest.mark.parametrize("answer", [m.ErrorMessage("protocol", "no"), b"", b"\xff\xff\xff\xff"])
