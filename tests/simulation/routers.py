@@ -70,9 +70,9 @@ class Router:
         for told in announcements:
             (name,) = told.chunk.block_hashes
             before = self._believed.pop(name, 0)
-            if bool(before & told.place) == told.is_here:
-                self.faults.append("error: routers are told twice of a chunk")
-            if after := before ^ told.place:
+            if before & told.place and told.is_here:
+                self.faults.append("error: a router that counts references has two of a chunk")
+            if after := before | told.place if told.is_here else before & ~told.place:
                 self._believed[name] = after
 
 

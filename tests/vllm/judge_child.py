@@ -17,6 +17,7 @@ import urllib.request
 from typing import Any
 
 from tests.vllm.engine_child import serve
+from tests.vllm.mockers import Mockers
 
 CLONE_NEWNET, IFF_UP, SIOCSIFFLAGS = 0x40000000, 0x1, 0x8914
 START_S = 60.0
@@ -27,6 +28,7 @@ class Judge:
 
     def __init__(self) -> None:
         _unshare_network()
+        self._mockers: Mockers | None = None
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
@@ -50,6 +52,25 @@ class Judge:
         with urllib.request.urlopen(request, timeout=30.0) as response:
             return json.loads(response.read())
 
+    def register(self, endpoint: str, replay: str | None) -> None:
+        """Read what an engine publishes, also after it has started again."""
+        body = {"instance_id": 1, "endpoint": endpoint, "replay_endpoint": replay, "dp_rank": 0}
+        self.ask("/register", body | {"model_name": "model", "block_size": 16})
+
+    def load(self, num_engines: int, model: str) -> None:
+        """Read simulated engines as well, kept busy until `loaded`."""
+        self._mockers = Mockers(num_engines, model)
+        for number, endpoint in enumerate(self._mockers.endpoints, 2):
+            body = {"instance_id": number, "endpoint": endpoint, "dp_rank": 0}
+            self.ask("/register", body | {"model_name": "model", "block_size": 16})
+
+    def loaded(self) -> dict[str, int]:
+        """End the load; return what it was."""
+        assert self._mockers is not None
+        num_known = len(self.ask("/dump")["model:default"]["events"])
+        num_requests, self._mockers = self._mockers.close(), None
+        return {"requests": num_requests, "known": num_known}
+
     def match(self, prompts: list[list[int]]) -> list[dict[str, int]]:
         """How many tokens of each prompt engine 1 has, by medium; each medium includes the faster
         ones.
@@ -62,6 +83,8 @@ class Judge:
 
     def close(self) -> None:
         """End it."""
+        if self._mockers is not None:
+            self._mockers.close()
         self._process.kill()
         self._process.wait()
 

@@ -1,6 +1,7 @@
-"""What Dynamo's indexer believes of a sidecar, against what the sidecar holds, while chunks are
-stored, read, evicted, cleared and demoted, the sidecar is killed, the engine starts again, and
-batches are lost or late: `python -m tests.vllm.routing_judge --operations 100000 --seed 1`.
+"""What routers believe of a sidecar, against what the sidecar holds, while chunks are stored, read,
+evicted, cleared and demoted, the sidecar is killed, the engine starts again, and batches are lost
+or late: `python -m tests.vllm.routing_judge --operations 100000 --seed 1`. The routers are Dynamo's
+indexer and a reader with llm-d's rules.
 
 The engine is its connector's side that tells routers, with vLLM's own publisher, without a model.
 """
@@ -17,9 +18,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import zmq
@@ -36,17 +38,20 @@ from lmcache_core.record import Chunk, encode_head, payload_digest, raw_header
 from lmcache_core.telemetry import Counters
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.vllm.processes import EngineProcess, Owner, Service
+from tests.vllm.models import LLAMA, made_models
+from tests.vllm.processes import ROOT, EngineProcess, Owner, Service
 from tests.vllm.sidecars import sidecar, socket_of
 
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 CHUNK_BYTES = 16 << 10
+LANE = Lane("vllm", "model", 1, 0, "")
 NUM_PROMPTS, PROMPT_CHUNKS = 400, 8
 ARENA_GB, DISK_GB = 0.016, 0.032
 """About 1,000 and 2,000 chunks: of the prompts' 2,400 some are always being evicted."""
 SETTLED_S, CERTAIN_S = 1.0, 5.0
 """When the judge is asked, after the last operation."""
 RESTART_SHARE = 0.0005
+JUDGES = {"Dynamo's indexer": "judge_child", "llm-d's rules": "llmd_reader"}
 LIFE_S = 3.0
 """No engine ends sooner after its start: this indexer waits for ever for a replay that the end of
 an engine has cut off, until the engine is registered again.
@@ -78,6 +83,15 @@ class Request(SimpleNamespace):
             hashes.append(before)
         absent = dict.fromkeys(("lora_request", "cache_salt", "prompt_embeds"))
         super().__init__(all_token_ids=tokens, block_hashes=hashes, mm_features=[], **absent)
+
+
+def describer() -> Describer:
+    """Describe a model's only group of layers."""
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32
+    )
+    group = CacheGroup(0, 0, "", BLOCK_TOKENS, None, (), spec, ())
+    return Describer(group, CHUNK_TOKENS, BLOCK_TOKENS)
 
 
 class Relay:
@@ -127,22 +141,17 @@ class Engine:
             sidecar_store(config, self._metadata, Counters(), None, SidecarClient(name, ()))
             for name in ("judged", "events/judged")
         )
-        spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32
-        )
-        group = CacheGroup(0, 0, "", BLOCK_TOKENS, None, (), spec, ())
-        describer = Describer(group, CHUNK_TOKENS, BLOCK_TOKENS)
-        self._publisher = Publisher(0, endpoint, replay)
-        self.lane = Lane("vllm", "model", 1, 0, "")
+        describe = describer()
+        self._publisher = Publisher(0, endpoint, replay, topic="kv@pod@model")
 
         def tell(told: Sequence[Announcement]) -> None:
             if told:
-                self._publisher.tell([describer.event(one) for one in told])
+                self._publisher.tell([describe.event(one) for one in told])
             else:
                 self._publisher.quiet()
 
         guard = DegradingGuard(Counters(), raised=())
-        self.events = KVEvents(followed, [self.lane], describer.describe, tell, guard)
+        self.events = KVEvents(followed, [LANE], describe.describe, tell, guard)
         self._followed = followed
         for store in (self.store, followed):
             store.open(lambda salt: None)
@@ -150,7 +159,7 @@ class Engine:
 
     def put(self, names: Sequence[bytes]) -> None:
         """Store what is missing of these chunks."""
-        keys = [self.lane.key(name) for name in names]
+        keys = [LANE.key(name) for name in names]
         given = self.store.reserve(keys, [(CHUNK_BYTES,)] * len(keys), "uint8")
         payload = bytes(CHUNK_BYTES)
         chunks = []
@@ -164,13 +173,43 @@ class Engine:
 
     def read(self, names: Sequence[bytes]) -> None:
         """Load the first of these chunks that are there."""
-        self.store.release(self.store.get([self.lane.key(name) for name in names]))
+        self.store.release(self.store.get([LANE.key(name) for name in names]))
 
     def close(self) -> None:
         self.events.close()
         for store in (self.store, self._followed):
             store.close()
         self._publisher.shutdown()
+
+
+@dataclass
+class Belief:
+    """Chunks that a judge claims and are not there, that are there and it does not claim, and that
+    are there.
+    """
+
+    too_many: int = 0
+    too_few: int = 0
+    there: int = 0
+
+    def add(self, claimed: int, actual: int) -> None:
+        """Add a prompt in a medium."""
+        self.too_many += max(0, claimed - actual)
+        self.too_few += max(0, actual - claimed)
+        self.there += actual
+
+    def __iadd__(self, other: Belief) -> Self:
+        self.too_many += other.too_many
+        self.too_few += other.too_few
+        self.there += other.there
+        return self
+
+    def __str__(self) -> str:
+        there = self.there or 1
+        return (
+            f"claimed and not there {self.too_many / there:.3%},"
+            f" there and not claimed {self.too_few / there:.3%} of {self.there}"
+        )
 
 
 class Run:
@@ -180,7 +219,7 @@ class Run:
         self._rng = random.Random(seed)
         self._prompts = prompts(self._rng)
         self._requests = [Request(tokens) for tokens in self._prompts]
-        self._names = [_names(tokens) for tokens in self._prompts]
+        self._names = [names_of(tokens) for tokens in self._prompts]
         self._named: set[int] = set()
         places = ("published", "judged", "replay")
         self._endpoints = [f"ipc://{directory}/{place}" for place in places]
@@ -188,21 +227,35 @@ class Run:
             owner, arena_gb=ARENA_GB, disk_path=directory / "disk", disk_gb=DISK_GB
         )
         self._socket = socket_of(owner)
-        self._judge = EngineProcess(
-            "judge", directory, command=(sys.executable, "-m", "tests.vllm.judge_child")
-        )
+        self._judges = {
+            name: EngineProcess(
+                module, directory, command=(sys.executable, "-m", f"tests.vllm.{module}")
+            )
+            for name, module in JUDGES.items()
+        }
         published, judged, replay = self._endpoints
         self._relay = Relay(published, judged, random.Random(seed + 1))
         self._engine = Engine(self._socket, published, replay)
-        body = {"instance_id": 1, "endpoint": judged, "replay_endpoint": replay, "dp_rank": 0}
-        body |= {"model_name": "model", "block_size": BLOCK_TOKENS}
-        self._judge.call(60.0, do="ask", path="/register", body=body)
+        for name in JUDGES:
+            self._register(name)
         self.operations: Counter[str] = Counter()
 
     def close(self) -> None:
         self._engine.close()
         self._relay.close()
-        self._judge.end()
+        for judge in self._judges.values():
+            judge.end()
+
+    def load(self, num_engines: int) -> None:
+        """Let simulated engines publish to Dynamo's indexer as well."""
+        model = str(made_models(ROOT / ".vllm") / LLAMA)
+        self._judges["Dynamo's indexer"].call(
+            300.0, do="load", num_engines=num_engines, model=model
+        )
+
+    def loaded(self) -> dict[str, int]:
+        """End that; return how many requests they had, and blocks the indexer knows."""
+        return self._judges["Dynamo's indexer"].call(120.0, do="loaded")
 
     @property
     def fates(self) -> Counter[str]:
@@ -232,30 +285,33 @@ class Run:
             self._name(number)
             self._do("read", lambda: self._engine.read(names))
 
-    def check(self) -> tuple[int, int, int]:
-        """Return how many chunks the judge claims that are not there, how many are there that it
-        does not claim, and how many there are.
-        """
+    def check(self) -> dict[str, Belief]:
+        """Return what each judge is wrong about."""
         numbers = sorted(self._named)
         asked = [self._prompts[number] for number in numbers]
-        matches = self._judge.call(300.0, do="match", prompts=asked)
-        too_many = too_few = there = 0
-        for number, match in zip(numbers, matches, strict=True):
-            keys = [self._engine.lane.key(name) for name in self._names[number]]
+        found = {name: Belief() for name in self._judges}
+        matches = {
+            name: judge.call(300.0, do="match", prompts=asked)
+            for name, judge in self._judges.items()
+        }
+        for at, number in enumerate(numbers):
+            keys = [LANE.key(name) for name in self._names[number]]
             memory = self._engine.store.present(keys, MEMORY_TIER)
             disk = self._engine.store.present(keys, DISK_TIER)
             somewhere = [a or b for a, b in zip(memory, disk, strict=True)]
-            for tokens, held in ((match["cpu"], memory), (match["disk"], somewhere)):
+            for medium, held in (("cpu", memory), ("disk", somewhere)):
                 actual = (*held, False).index(False)
-                claimed = tokens // CHUNK_TOKENS
-                too_many += max(0, claimed - actual)
-                too_few += max(0, actual - claimed)
-                there += actual
-        return too_many, too_few, there
+                for name, belief in found.items():
+                    belief.add(matches[name][at][medium] // CHUNK_TOKENS, actual)
+        return found
 
     def _do(self, name: str, call: Any) -> None:
         self.operations[name] += 1
         call()
+
+    def _register(self, judge: str) -> None:
+        _, judged, replay = self._endpoints
+        self._judges[judge].call(60.0, do="register", endpoint=judged, replay=replay)
 
     def _name(self, number: int) -> None:
         if number not in self._named:
@@ -270,10 +326,12 @@ class Run:
         time.sleep(LIFE_S)
         self._engine.close()
         self._engine = Engine(self._socket, self._endpoints[0], self._endpoints[2])
+        self._register("llm-d's rules")  # a pod whose engine starts is not ready meanwhile
         self._named.clear()
 
 
-def _names(tokens: Sequence[int]) -> list[bytes]:
+def names_of(tokens: Sequence[int]) -> list[bytes]:
+    """Return the names of a prompt's chunks."""
     names, before = [], b"judged"
     for at in range(0, len(tokens), CHUNK_TOKENS):
         before = hashlib.sha256(before + repr(tokens[at : at + CHUNK_TOKENS]).encode()).digest()
@@ -283,8 +341,8 @@ def _names(tokens: Sequence[int]) -> list[bytes]:
 
 def checked(
     run: Run, num_operations: int, every: int
-) -> Iterator[tuple[int, tuple[int, int, int], tuple[int, int, int]]]:
-    """Do so many operations; yield, after each part of them, what the judge is wrong about one and
+) -> Iterator[tuple[int, dict[str, Belief], dict[str, Belief]]]:
+    """Do so many operations; yield, after each part of them, what each judge is wrong about one and
     five seconds after the last.
     """
     for number in range(1, num_operations + 1):
@@ -302,23 +360,30 @@ def main() -> None:
     parser.add_argument("--operations", type=int, default=100_000)
     parser.add_argument("--every", type=int, default=2_000, help="operations between two checks")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--mockers",
+        type=int,
+        default=0,
+        help="so many of Dynamo's simulated engines publish to its indexer meanwhile",
+    )
     options = parser.parse_args()
-    sums = [Counter[str](), Counter[str]()]
+    sums = {(name, after): Belief() for name in JUDGES for after in (SETTLED_S, CERTAIN_S)}
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         run = Run(directory, stack.enter_context(Owner(directory)), options.seed)
         stack.callback(run.close)
-        for number, *found in checked(run, options.operations, options.every):
-            for total, (too_many, too_few, there) in zip(sums, found, strict=True):
-                total.update(claimed=too_many, unclaimed=too_few, there=there)
-            print(f"{number}: after 1 s {found[0]}, after 5 s {found[1]}", flush=True)
+        if options.mockers:
+            run.load(options.mockers)
+        for number, settled, certain in checked(run, options.operations, options.every):
+            for after, found in ((SETTLED_S, settled), (CERTAIN_S, certain)):
+                for name, belief in found.items():
+                    sums[name, after] += belief
+                    print(f"{number}: {name}, after {after:g} s: {belief}", flush=True)
         print(f"operations: {dict(run.operations)}; batches: {dict(run.fates)}")
-    for seconds, total in zip((SETTLED_S, CERTAIN_S), sums, strict=True):
-        there = total["there"] or 1
-        print(
-            f"after {seconds:g} s: claimed and not there {total['claimed'] / there:.3%},"
-            f" there and not claimed {total['unclaimed'] / there:.3%} of {there}"
-        )
+        if options.mockers:
+            print(f"meanwhile, of {options.mockers} simulated engines: {run.loaded()}")
+    for (name, after), belief in sums.items():
+        print(f"{name}, after {after:g} s: {belief}")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Router:
                     parent = block
             case "BlockRemoved":
                 for block in event["block_hashes"]:
-                    del self.blocks[event["medium"]][block]
+                    self.blocks.setdefault(event["medium"], {}).pop(block, None)
             case "AllBlocksCleared":
                 self.blocks.clear()
 
@@ -204,3 +204,32 @@ def test_an_engine_that_publishes_nothing_is_refused(config: dict[str, Any] | No
     with pytest.raises(ConfigError, match=r"publishes no events; start it with --kv-events-config"):
         when_made(SimpleNamespace(kv_events_config=events), lambda publisher: None)
     assert events is None or events.publisher == (config or {})["publisher"], "it is as it was"
+
+
+@pytest.mark.parametrize(("topic", "is_empty"), [("", False), ("kv@pod@model", True)])
+def test_who_asks_for_every_batch_gets_those_that_there_are_but_for_llm_d(
+    tmp_path: Path, topic: str, is_empty: bool
+) -> None:
+    """llm-d's router would believe nothing from then on."""
+    from lmcache_core.integrations.vllm.event_publisher import Publisher
+
+    replay = f"ipc://{tmp_path}/replay"
+    publisher = Publisher(0, f"ipc://{tmp_path}/events", replay, topic=topic)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.DEALER) as socket:
+        socket.connect(replay)
+
+        def numbers(first: int) -> list[int]:
+            socket.send_multipart([b"", first.to_bytes(8, "big")])
+            found = []
+            while (answer := socket.recv_multipart())[-1]:
+                assert answer[1] == topic.encode()
+                found.append(int.from_bytes(answer[2], "big"))
+            return found
+
+        publisher.quiet()
+        eventually(lambda: len(numbers(1)) == 2, "both batches are kept")
+        first, second = numbers(1)
+        assert numbers(0) == ([] if is_empty else [first, second])
+        assert numbers(second) == [second]
+    publisher.shutdown()

@@ -14,7 +14,7 @@ MAX_CHANGED: Final = MAX_NAMES
 
 class ChangeLog:
     """The latest changes, each chunk once, by the hash of its content: what became of it is a
-    question of its own, so that nobody follows a state that has passed.
+    question of its own, so that no follower acts on a state that has passed.
 
     All methods belong to one event loop.
     """

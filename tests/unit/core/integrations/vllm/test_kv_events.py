@@ -76,28 +76,43 @@ class Sidecar:
 
 
 class Router:
-    """What a router believes: block hashes by place, with what it was told of each."""
+    """What a router believes: block hashes by place, with what it was told of each.
 
-    def __init__(self) -> None:
+    Args:
+        skips: Ignores a block whose parent it does not know, as llm-d's router does.
+    """
+
+    def __init__(self, *, skips: bool = False) -> None:
         self.believed: dict[tuple[bytes, int], AnnouncedChunk] = {}
+        self._skips = skips
 
     def told(self, announcements: Sequence[Announcement]) -> None:
         for one in announcements:
-            at = one.chunk.block_hashes[0], one.place
-            assert (at in self.believed) != one.is_here, "a router counts no references"
-            if one.is_here:
-                self.believed[at] = one.chunk
-            else:
-                del self.believed[at]
+            chunk = one.chunk
+            at = chunk.block_hashes[0], one.place
+            if not one.is_here:
+                self.believed.pop(at, None)
+            elif not self._skips or chunk.parent is None or self._knows(chunk.parent):
+                assert at not in self.believed, "another router counts references"
+                self.believed[at] = chunk
 
     def where(self, number: int) -> int:
         name = name_of(number)
         return sum(place for place in (IN_MEMORY, ON_DISK) if (name, place) in self.believed)
 
+    def _knows(self, block: bytes) -> bool:
+        return any((block, place) in self.believed for place in (IN_MEMORY, ON_DISK))
+
 
 def describe(numbers: Sequence[int], first: int, last: int) -> Iterator[AnnouncedChunk]:
-    for number in numbers[first:last]:
-        yield AnnouncedChunk((name_of(number),), None, array("I", [number]), None)
+    for at, number in enumerate(numbers[first:last], first):
+        parent = name_of(numbers[at - 1]) if at else None
+        yield AnnouncedChunk((name_of(number),), parent, array("I", [number]), None)
+
+
+def prompt_to(number: int) -> list[int]:
+    """The chunks of a prompt that ends with this one: half of a number is the chunk before it."""
+    return [number >> shift for shift in reversed(range(number.bit_length()))]
 
 
 class Engine:
@@ -106,14 +121,25 @@ class Engine:
     def __init__(self) -> None:
         self.now = 100.0
         self.sidecar, self.router, self.counters = Sidecar(), Router(), Counters()
+        self.skipping = Router(skips=True)
         self.events = KVEvents(
             self.sidecar,
             LANES,
             describe,
-            self.router.told,
+            self.tell,
             DegradingGuard(self.counters, raised=()),
             clock=lambda: self.now,
         )
+
+    def forget_told(self) -> None:
+        """Routers are told that no block is left."""
+        for router in (self.router, self.skipping):
+            router.believed.clear()
+        self.events.cleared()
+
+    def tell(self, announcements: Sequence[Announcement]) -> None:
+        for router in (self.router, self.skipping):
+            router.told(announcements)
 
     def name(self, *numbers: int, num_known: int = 0) -> None:
         self.events.named(numbers, b"".join(map(name_of, numbers)), num_known)
@@ -226,10 +252,22 @@ def test_after_routers_have_forgotten_everything_it_is_told_again(engine: Engine
     engine.name(1)
     engine.sidecar.put(1, MEMORY_TIER)
     engine.events.round()
-    engine.router.believed.clear()
-    engine.events.cleared()
+    engine.forget_told()
     engine.events.round()
     assert engine.router.where(1) == IN_MEMORY
+
+
+def test_what_is_told_while_routers_forget_everything_can_be_taken_back(engine: Engine) -> None:
+    """vLLM says so in a step, and a round may have told more since."""
+    engine.name(1)
+    engine.sidecar.put(1, MEMORY_TIER)
+    engine.events.round()
+    engine.events.cleared()
+    engine.sidecar.answers = False
+    engine.events.round()
+    engine.now += 2 * GONE_S
+    engine.events.round()
+    assert not engine.router.believed
 
 
 def test_chunks_that_will_not_be_loaded_again_are_taken_back(engine: Engine) -> None:
@@ -258,6 +296,33 @@ def test_the_chunks_named_longest_ago_are_taken_back_first(
     assert [one for one in range(1, 6) if engine.router.where(one)] == [1, 3, 4]
 
 
+def test_a_chunk_is_told_after_the_one_before_it(engine: Engine) -> None:
+    """Whatever the order in which they are found."""
+    engine.name(1, 2, 4)
+    engine.name(1, 2, 5, num_known=2)
+    engine.events.round()
+    for number in (5, 4, 2, 1):
+        engine.sidecar.put(number, MEMORY_TIER)
+    engine.events.round()
+    assert all(engine.skipping.where(number) == IN_MEMORY for number in (1, 2, 4, 5))
+
+
+@pytest.mark.parametrize("tier", [MEMORY_TIER, DISK_TIER])
+def test_a_chunk_without_the_one_before_it_is_told_again_with_it(engine: Engine, tier: str) -> None:
+    engine.name(1, 2, 4)
+    for number in (2, 4):
+        engine.sidecar.put(number, tier)
+    engine.events.round()
+    assert engine.router.where(4), "it may be of use after what the GPU has"
+    assert not engine.skipping.believed
+    engine.sidecar.put(1, MEMORY_TIER)
+    engine.events.round()
+    assert engine.skipping.believed.keys() == engine.router.believed.keys()
+    engine.sidecar.drop(4, tier)
+    engine.events.round()
+    assert not engine.skipping.where(4)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_router_believes_what_is_there_whatever_happens(engine: Engine, seed: int) -> None:
     rng = random.Random(seed)
@@ -272,24 +337,27 @@ def test_a_router_believes_what_is_there_whatever_happens(engine: Engine, seed: 
             case 4 | 5:
                 sidecar.drop(number, tier)
             case 6 | 7:
-                numbers = rng.sample(range(40), 5)
-                engine.name(*numbers)
-                named.update(numbers)
+                prompt = prompt_to(rng.randrange(1, 40))
+                engine.name(*prompt)
+                named.update(prompt)
             case 8:
                 sidecar.restart(keeps_memory=rng.random() < 0.5)
             case 9:
                 sidecar.answers = not sidecar.answers
             case 10:
-                engine.router.believed.clear()
-                engine.events.cleared()
+                engine.forget_told()
             case 11:
                 engine.now += rng.random()
         if rng.random() < 0.5:
             engine.events.round()
             if sidecar.answers:
-                for one in range(40):
-                    expected = sidecar.where(one) if one in named else 0
-                    assert engine.router.where(one) == expected
+                there = {one: sidecar.where(one) for one in named}
+                assert {one: engine.router.where(one) for one in range(40)} == {
+                    one: there.get(one, 0) for one in range(40)
+                }
+                for one in named:
+                    is_of_use = all(there[before] for before in prompt_to(one))
+                    assert engine.skipping.where(one) == there[one] or not is_of_use
 
 
 def test_an_unexpected_error_ends_it_and_takes_everything_back(engine: Engine) -> None:

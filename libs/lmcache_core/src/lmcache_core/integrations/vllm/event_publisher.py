@@ -50,6 +50,7 @@ NAME: Final = "lmcache"
 MEDIA: Final = {IN_MEMORY: "CPU", ON_DISK: "STORAGE"}
 NS_PER_BATCH: Final = 100_000
 """No engine publishes as many as 10,000 batches in a second for long."""
+LLMD_TOPIC: Final = b"kv@"
 MAX_EMPTY: Final = 150
 """Half a minute of rounds, in which routers connect again to an engine that has started again."""
 MAX_QUIET: Final = 10
@@ -108,6 +109,20 @@ class Publisher(ZmqEventPublisher):
         with self._lock:
             self._is_open = False
         super().shutdown()
+
+    @override
+    def _service_replay(self) -> None:
+        """Send a router the batches from the number on that it asks for. llm-d's router, for which
+        the topic is made, asks for all from 0 on, and believes nothing of an answer that begins
+        with another number, nor of what follows it. Since there is no batch 0, it gets none.
+        """
+        client, _, first = self._replay.recv_multipart()
+        is_empty = not any(first) and self._topic_bytes.startswith(LLMD_TOPIC)
+        for number, batch in () if is_empty else self._buffer:
+            packed = number.to_bytes(8, "big")
+            if packed >= first:
+                self._replay.send_multipart((client, b"", self._topic_bytes, packed, batch))
+        self._replay.send_multipart((client, b"", b"", self.END_SEQ, b""))
 
     def _put(self, events: list[Any]) -> None:
         if self._is_open:

@@ -6,6 +6,10 @@ Once in `ROUND_S` a thread of its own asks what has changed, and where the chang
 and some of the others; the difference from what was announced is published. What it may have
 missed, because it was slow or the sidecar has been replaced, makes it ask about all chunks again.
 What it cannot know, because the sidecar has not answered for `GONE_S`, it takes back.
+
+Some routers ignore a chunk if they do not know the one before it in its prompt. So chunks are
+announced from the beginning of prompts on, and one without the chunk before it is announced again
+once that is there. Some count references: what is announced is taken back first.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -68,6 +72,15 @@ class AnnouncedChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class _Followed:
+    """A chunk, its number in its prompt, and the name of the chunk before it."""
+
+    chunk: AnnouncedChunk
+    number: int
+    before: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
 class Announcement:
     """That a place has a chunk now, or has it no more."""
 
@@ -103,8 +116,12 @@ class KVEvents:
         self._guard = guard
         self._clock = clock
         self._named: deque[tuple[Any, bytes, int]] = deque(maxlen=MAX_NAMED)
-        self._chunks: OrderedDict[bytes, AnnouncedChunk] = OrderedDict()
+        self._chunks: OrderedDict[bytes, _Followed] = OrderedDict()
         self._announced: dict[bytes, int] = {}
+        # Those of them that were announced without the chunk before them.
+        self._orphans: set[bytes] = set()
+        # Named, and not asked about yet.
+        self._new: dict[bytes, None] = {}
         self._last: Changes | None = None
         self._heard_at = clock()
         self._is_cleared = False
@@ -142,13 +159,15 @@ class KVEvents:
         """Publish what has changed since the last round."""
         if self._is_cleared:
             self._is_cleared = False
-            self._announced.clear()
-            self._last = None
+            # Routers may have been told of some of it since: it stays to be taken back.
+            announced, self._announced = self._announced, {}
+            self._orphans.clear()
+            self._announce(announced)
         if self._must_forget:
             self._must_forget = False
             self._take_back()
             self._chunks.clear()
-        new = self._follow_named()
+        self._follow_named()
         answer = self._source.changes(self._last)
         if answer is None:
             self._silent()
@@ -156,7 +175,7 @@ class KVEvents:
         # What has been announced longest ago is asked about again: chunks also expire.
         again = itertools.islice(self._announced, -(-len(self._announced) // CHECK_ROUNDS))
         if answer.is_complete and self._last is not None:
-            wanted = dict.fromkeys([*_split(answer.hashes), *new, *again])
+            wanted = dict.fromkeys([*_split(answer.hashes), *self._new, *again])
             asked = [one for one in wanted if one in self._chunks]
         else:
             asked = list(self._chunks)
@@ -166,7 +185,8 @@ class KVEvents:
             self._silent()
             return
         self._last, self._heard_at = answer, self._clock()
-        self._announce(zip(asked, places, strict=True))
+        self._new.clear()
+        self._announce(dict(zip(asked, places, strict=True)))
 
     def _run(self) -> None:
         has_failed = True
@@ -180,9 +200,8 @@ class KVEvents:
             with self._guard("kv_events"):
                 self._take_back()
 
-    def _follow_named(self) -> dict[bytes, None]:
-        """Describe what was named since the last round; return the hashes of all of it."""
-        new: dict[bytes, None] = {}
+    def _follow_named(self) -> None:
+        """Describe what was named since the last round."""
         while self._named:
             request, hashes, num_known = self._named.popleft()
             names = list(_split(hashes))
@@ -190,17 +209,18 @@ class KVEvents:
                 if name in self._chunks:
                     self._chunks.move_to_end(name)
             described = self._describe(request, num_known, len(names))
-            for name, chunk in zip(names[num_known:], described, strict=False):
-                self._chunks[name] = chunk
+            for number, chunk in enumerate(described, num_known):
+                name = names[number]
+                self._chunks[name] = _Followed(chunk, number, names[number - 1] if number else None)
                 self._chunks.move_to_end(name)
-                new[name] = None
+                self._new[name] = None
         excess = len(self._chunks) - MAX_CHUNKS
         if excess > 0:
             oldest = [name for name, _ in zip(self._chunks, range(excess), strict=False)]
-            self._announce((name, 0) for name in oldest)
+            self._announce(dict.fromkeys(oldest, 0))
             for name in oldest:
                 del self._chunks[name]
-        return new
+                self._new.pop(name, None)
 
     def _places(self, names: Sequence[bytes]) -> list[int] | None:
         """Return where each chunk is; None if the sidecar does not say it of all."""
@@ -220,26 +240,52 @@ class KVEvents:
                 places.append(ON_DISK if all(map(max, memory, disk)) else 0)
         return places
 
-    def _announce(self, found: Iterable[tuple[bytes, int]]) -> None:
+    def _announce(self, found: Mapping[bytes, int]) -> None:
+        """Publish where these chunks are, as far as it differs from what was announced."""
         events: list[Announcement] = []
-        for name, places in found:
+        has_begun = False
+        for name in sorted(found, key=lambda name: self._chunks[name].number):
+            followed, places = self._chunks[name], found[name]
             before = self._announced.pop(name, 0)
             if places:
                 self._announced[name] = places
-            events += (
-                Announcement(self._chunks[name], place, bool(places & place))
-                for place in (IN_MEMORY, ON_DISK)
-                if (before ^ places) & place
-            )
+            else:
+                self._orphans.discard(name)
+            if places & ~before and not self._follows_on(followed):
+                self._orphans.add(name)
+            has_begun |= bool(places and not before)
+            events += _differences(followed.chunk, before, places)
+        if has_begun and self._orphans:
+            for name in sorted(self._orphans, key=lambda name: self._chunks[name].number):
+                followed, places = self._chunks[name], self._announced[name]
+                if self._follows_on(followed):
+                    self._orphans.remove(name)
+                    events += _differences(followed.chunk, 0, places)
         self._publish(events)
 
+    def _follows_on(self, followed: _Followed) -> bool:
+        """Return whether routers know the chunk before this one."""
+        before = followed.before
+        return before is None or (before in self._announced and before not in self._orphans)
+
     def _take_back(self) -> None:
-        self._announce((name, 0) for name in list(self._announced))
+        self._announce(dict.fromkeys(self._announced, 0))
         self._last = None
 
     def _silent(self) -> None:
         if self._clock() - self._heard_at > GONE_S:
             self._take_back()
+
+
+def _differences(chunk: AnnouncedChunk, before: int, now: int) -> Iterator[Announcement]:
+    """Take a chunk back before it is announced: a router that counts references may still have one
+    of an engine that ran here before, or may have missed that it has gone.
+    """
+    for place in (IN_MEMORY, ON_DISK):
+        if (before ^ now) & place:
+            yield Announcement(chunk, place, is_here=False)
+            if now & place:
+                yield Announcement(chunk, place, is_here=True)
 
 
 def _split(hashes: bytes) -> Iterator[bytes]:
