@@ -19,6 +19,7 @@ from tests.bench import (
     blend,
     blend_time,
     codecs,
+    event_cost,
     eviction,
     lookup,
     mlperf,
@@ -117,6 +118,10 @@ class Bench:
     def routing(self) -> Found:
         return Found("Simulated: nothing is timed.", *routing.measure(self._run))
 
+    def event_cost(self) -> Found:
+        section, remark = event_cost.measure(self._run)
+        return Found(MACHINE, [section], [remark])
+
     def vllm(self) -> Found:
         sections, remark = vllm.measure(self._run)
         machine = vllm.described(MACHINE)
@@ -137,6 +142,7 @@ PARTS = {"tiers": Bench.bench, "codecs": Bench.codecs, "lookup": Bench.lookup}
 BY_NAME = {
     "blend_quality": Bench.blend_quality,
     "blend_time": Bench.blend_time,
+    "event_cost": Bench.event_cost,
     "hit_ratio": Bench.hit_ratio,
     "lookup_rest": Bench.lookup_rest,
     "mlperf": Bench.mlperf,

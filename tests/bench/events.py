@@ -44,9 +44,14 @@ def stored_event(chance: random.Random, parent: int | None = None) -> BlockStore
     return BlockStored(hashes, parent, tokens, BLOCK_TOKENS, None, "CPU", None, None, *about)
 
 
+def removed_event(stored: BlockStored) -> BlockRemoved:
+    """Return the event that takes a chunk back."""
+    return BlockRemoved(stored.block_hashes, stored.medium, 0)
+
+
 def event_bytes() -> tuple[int, int]:
     """Return the encoded size of an event of a chunk that has come, and of one that has gone."""
     chance = random.Random(1)
     stored = stored_event(chance, chance.getrandbits(64))
-    removed = BlockRemoved(stored.block_hashes, stored.medium, 0)
+    removed = removed_event(stored)
     return len(msgspec.msgpack.encode(stored)), len(msgspec.msgpack.encode(removed))

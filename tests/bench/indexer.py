@@ -1,4 +1,4 @@
-"""How many events of chunks one process of Dynamo's indexer takes: `python -m tests.bench.indexer`,
+"""How many chunks that come one process of Dynamo's indexer takes: `python -m tests.bench.indexer`,
 in an environment with `ai-dynamo-runtime` and `pyzmq`. Both ends share the machine's cores.
 
 The indexer listens on all addresses, so run it where nothing reaches it: `unshare -n bash -c 'ip
@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from tests.bench.events import BLOCK_TOKENS, stored_event
+from tests.bench.events import BLOCK_TOKENS, removed_event, stored_event
 
 PORT, EVENTS_PORT = 18_931, 18_932
 MODEL = "model"
@@ -40,20 +40,22 @@ def call(path: str, body: dict[str, Any] | None = None) -> Any:
         return json.loads(answer.read() or b"null")
 
 
-def batches(num_events: int) -> tuple[list[bytes], list[int]]:
-    """Return encoded batches of events of prompts, and the last prompt's tokens."""
+def batches(num_chunks: int) -> tuple[list[bytes], list[int]]:
+    """Return encoded batches of events of prompts' chunks, each taken back before it is announced,
+    and the last prompt's tokens.
+    """
     chance = random.Random(1)
     encoded, events = [], []
     tokens: list[int] = []
     parent = None
-    for number in range(num_events):
+    for number in range(num_chunks):
         if number % CHUNKS_IN_PROMPT == 0:
             parent, tokens = None, []
         event = stored_event(chance, parent)
         parent = event.block_hashes[-1]
         tokens += event.token_ids
-        events.append(event)
-        if len(events) == EVENTS_IN_BATCH or number == num_events - 1:
+        events += [removed_event(event), event]
+        if len(events) >= EVENTS_IN_BATCH or number == num_chunks - 1:
             encoded.append(msgspec.msgpack.encode([time.time(), events, 0]))
             events = []
     return encoded, tokens
@@ -85,9 +87,9 @@ def processor_s(pid: int) -> float:
 def main() -> None:
     """Publish, wait until the last prompt is known, and print the rate."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--events", type=int, default=8192, help="chunks (default: %(default)s)")
-    num_events = parser.parse_args().events
-    encoded, tokens = batches(num_events)
+    parser.add_argument("--chunks", type=int, default=8192, help="default: %(default)s")
+    num_chunks = parser.parse_args().chunks
+    encoded, tokens = batches(num_chunks)
     context = zmq.Context()
     publisher = context.socket(zmq.PUB)
     publisher.set_hwm(0)
@@ -111,10 +113,10 @@ def main() -> None:
             memory = Path(f"/proc/{indexer.pid}/status").read_text().partition("VmRSS:")[2]
         finally:
             indexer.terminate()
-    print(f"events of chunks a second: {num_events / took_s:,.0f}")
-    print(f"of a second of its processor time: {num_events / used:,.0f}")
-    print(f"bytes of an event: {sum(map(len, encoded)) / num_events:,.0f}")
-    print(f"its memory with {num_events:,} chunks: {int(memory.split()[0]) / 1000:.0f} MB")
+    print(f"chunks that come, a second: {num_chunks / took_s:,.0f}")
+    print(f"of a second of its processor time: {num_chunks / used:,.0f}")
+    print(f"bytes of their events: {sum(map(len, encoded)) / num_chunks:,.0f}")
+    print(f"its memory with {num_chunks:,} chunks: {int(memory.split()[0]) / 1000:.0f} MB")
 
 
 if __name__ == "__main__":

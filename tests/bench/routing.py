@@ -586,7 +586,8 @@ def _by_setup(run: Run) -> Section:
 def _events_row(name: str, num_pods: int, found: Found, chunk_tokens: int) -> tuple[str, ...]:
     each = chunk_tokens / events.CHUNK_TOKENS / found.lasted_s
     stored = (found.events[ARENA][0] + found.events[DISK][0]) * each
-    removed = (found.events[ARENA][1] + found.events[DISK][1]) * each
+    # What comes is taken back first.
+    removed = stored + (found.events[ARENA][1] + found.events[DISK][1]) * each
     of_stored, of_removed = events.event_bytes()
     kb = (stored * of_stored + removed * of_removed) / 1000
     return (

@@ -103,6 +103,19 @@ class VLLMMissingError(Exception):
     """There is no vLLM to measure."""
 
 
+def check_vllm() -> None:
+    """Check that there is a vLLM to measure.
+
+    Raises:
+        VLLMMissingError: There is none.
+    """
+    if not (PYTHON.exists() and (HOME / NEWEST_VLLM / ".ready").exists()):
+        raise VLLMMissingError(
+            f"vLLM {NEWEST_VLLM} is not installed in {HOME}: "
+            f"`make .vllm/{NEWEST_VLLM}/.ready` installs it"
+        )
+
+
 def measure(run: Run) -> tuple[list[Section], str]:
     """Measure everything; takes about six minutes.
 
@@ -112,11 +125,7 @@ def measure(run: Run) -> tuple[list[Section], str]:
     Raises:
         VLLMMissingError: vLLM is not installed.
     """
-    if not (PYTHON.exists() and (HOME / NEWEST_VLLM / ".ready").exists()):
-        raise VLLMMissingError(
-            f"vLLM {NEWEST_VLLM} is not installed in {HOME}: "
-            f"`make .vllm/{NEWEST_VLLM}/.ready` installs it"
-        )
+    check_vllm()
     model = run("vLLM: model", made_model)
     with ExitStack() as stack:
         places = run(
