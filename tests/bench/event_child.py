@@ -86,11 +86,19 @@ class EventChild(Child):
         scheduler.schedule, scheduler.update_from_output = timed_schedule, timed_update
         namer = engine.connector._scheduler._namer
         on_named = namer.on_named
-        if not tells:
-            namer.on_named = lambda *args: None
+        num_named = 0
+
+        def named(*args: Any) -> None:
+            nonlocal num_named
+            num_named += 1
+            if tells:
+                on_named(*args)
+
+        namer.on_named = named
         engine.llm.generate(prompts, sampling, use_tqdm=False)
         scheduler.schedule, scheduler.update_from_output = schedule, update
         namer.on_named = on_named
+        assert num_named >= num_requests, "there is nothing to tell"
         engine.reset()
         return seconds
 

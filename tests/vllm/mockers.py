@@ -1,5 +1,5 @@
 """Dynamo's simulated engines, which publish vLLM's KV events while requests keep them busy: load
-for an indexer. They need `pip install --no-deps ai-dynamo==1.6.1` beside `ai-dynamo-runtime`.
+for an indexer. To install them: `pip install --no-deps ai-dynamo==1.6.1`.
 """
 
 from __future__ import annotations

@@ -117,10 +117,11 @@ class Publisher(ZmqEventPublisher):
         with another number, nor of what follows it. Since there is no batch 0, it gets none.
         """
         client, _, first = self._replay.recv_multipart()
-        is_empty = not any(first) and self._topic_bytes.startswith(LLMD_TOPIC)
+        begin = int.from_bytes(first, "big")
+        is_empty = begin == 0 and self._topic_bytes.startswith(LLMD_TOPIC)
         for number, batch in () if is_empty else self._buffer:
-            packed = number.to_bytes(8, "big")
-            if packed >= first:
+            if number >= begin:
+                packed = number.to_bytes(8, "big")
                 self._replay.send_multipart((client, b"", self._topic_bytes, packed, batch))
         self._replay.send_multipart((client, b"", b"", self.END_SEQ, b""))
 
