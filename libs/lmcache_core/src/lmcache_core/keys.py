@@ -273,11 +273,11 @@ class Lane(
 
     def keys(self, hashes: bytes) -> list[CacheEngineKey]:
         """Return the keys of chunk hashes packed in order."""
-        return [self.key(packed) for packed in _each_hash(hashes)]
+        return [self.key(packed) for packed in each_hash(hashes)]
 
     def chunk_keys(self, tenant: str, hashes: bytes) -> list[ChunkKey]:
         """Return a tenant's keys of chunk hashes packed in order."""
-        return [ChunkKey(tenant, self, packed) for packed in _each_hash(hashes)]
+        return [ChunkKey(tenant, self, packed) for packed in each_hash(hashes)]
 
 
 class ChunkKey(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
@@ -350,7 +350,7 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
             for rank in range(self.world_size)
         ]
         return [
-            ChunkKey(tenant, lane, packed) for packed in _each_hash(self.hashes) for lane in lanes
+            ChunkKey(tenant, lane, packed) for packed in each_hash(self.hashes) for lane in lanes
         ]
 
     def part(self, start: int, end: int) -> ChunkChain:
@@ -360,7 +360,8 @@ class ChunkChain(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         )
 
 
-def _each_hash(hashes: bytes) -> list[bytes]:
+def each_hash(hashes: bytes) -> list[bytes]:
+    """Return the chunk hashes that are packed in order."""
     return [hashes[at : at + CHUNK_HASH_BYTES] for at in range(0, len(hashes), CHUNK_HASH_BYTES)]
 
 

@@ -14,6 +14,7 @@ from lmcache_core.integrations.vllm.kv_events import (
     GONE_S,
     IN_MEMORY,
     ON_DISK,
+    SLICE,
     AnnouncedChunk,
     Announcement,
     KVEvents,
@@ -120,6 +121,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.sizes: list[int] = []
         self.sidecar, self.router, self.counters = Sidecar(), Router(), Counters()
         self.skipping = Router(skips=True)
         self.events = KVEvents(
@@ -138,6 +140,7 @@ class Engine:
         self.events.cleared()
 
     def tell(self, announcements: Sequence[Announcement]) -> None:
+        self.sizes.append(len(announcements))
         for router in (self.router, self.skipping):
             router.told(announcements)
 
@@ -192,6 +195,17 @@ def test_chunks_of_others_are_neither_told_nor_asked_about(engine: Engine) -> No
     engine.events.round()
     assert engine.sidecar.num_asked == asked
     assert not engine.router.believed
+
+
+def test_much_news_is_told_in_slices(engine: Engine) -> None:
+    """Between them the engine's step gets the GIL."""
+    numbers = range(1, 5 * SLICE)
+    for number in numbers:
+        engine.sidecar.put(number, MEMORY_TIER)
+    engine.name(*numbers)
+    engine.events.round()
+    assert max(engine.sizes) == SLICE
+    assert all(engine.router.where(number) for number in numbers)
 
 
 def test_a_chunk_that_goes_without_a_word_is_noticed(engine: Engine) -> None:

@@ -54,8 +54,6 @@ LLMD_TOPIC: Final = b"kv@"
 MAX_EMPTY: Final = 150
 """Half a minute of rounds, in which routers connect again to an engine that has started again."""
 MAX_QUIET: Final = 10
-MAX_EVENTS: Final = 256
-"""Events in one batch."""
 _waiting: list[Callable[[Publisher], None]] = []
 
 
@@ -90,10 +88,9 @@ class Publisher(ZmqEventPublisher):
 
     def tell(self, events: Sequence[Any]) -> None:
         """Publish events of a connector, from any thread; after `shutdown`, do nothing."""
-        for at in range(0, len(events), MAX_EVENTS):
-            with self._lock:
-                self._is_empty, self._num_quiet = False, 0
-                self._put(list(events[at : at + MAX_EVENTS]))
+        with self._lock:
+            self._is_empty, self._num_quiet = False, 0
+            self._put(list(events))
 
     def quiet(self) -> None:
         """Say that there is no news, a few times: the number of a batch shows a router what it has
@@ -185,6 +182,7 @@ class Describer:
         size, block_size, step = self._chunk_size, self._group.block_size, self._hash_tokens
         hashes, lora = request.block_hashes, request.lora_request
         who = (None, None) if lora is None else (lora.adapter_id, lora.name)
+        convert = kv_cache_utils.maybe_convert_block_hash
         for chunk in range(first, last):
             begin, end = chunk * size, (chunk + 1) * size
             if end // step > len(hashes):
@@ -192,8 +190,8 @@ class Describer:
             # A block's hash is that of the last tokens in it.
             ends = range(begin + block_size, end + 1, block_size)
             yield AnnouncedChunk(
-                tuple(hashes[at // step - 1] for at in ends),
-                hashes[begin // step - 1] if begin else None,
+                tuple(convert(hashes[at // step - 1]) for at in ends),
+                convert(hashes[begin // step - 1]) if begin else None,
                 array("I", request.all_token_ids[begin:end]),
                 (who, _extra_keys(request, range(begin, end, block_size), block_size)),
             )
@@ -201,15 +199,14 @@ class Describer:
     def event(self, told: Announcement) -> Any:
         """Return vLLM's event."""
         chunk, medium = told.chunk, MEDIA[told.place]
-        convert = kv_cache_utils.maybe_convert_block_hash
-        hashes = [convert(block_hash) for block_hash in chunk.block_hashes]
+        hashes = list(chunk.block_hashes)
         if not told.is_here:
             group = {"group_idx": self._group.index} if "group_idx" in self._about_group else {}
             return BlockRemoved(block_hashes=hashes, medium=medium, **group)
         (lora_id, lora_name), extra_keys = chunk.context
         return BlockStored(
             block_hashes=hashes,
-            parent_block_hash=None if chunk.parent is None else convert(chunk.parent),
+            parent_block_hash=chunk.parent,
             token_ids=chunk.token_ids.tolist(),
             block_size=self._group.block_size,
             lora_id=lora_id,
@@ -222,14 +219,13 @@ class Describer:
 
 def _extra_keys(request: Any, begins: range, block_size: int) -> list[Any] | None:
     """Return what else goes into the hashes of these blocks, as vLLM's own events say it."""
+    extra_keys = kv_cache_utils.generate_block_hash_extra_keys
+    if extra_keys(request, begins[0], begins[-1] + block_size, 0)[0] is None:
+        return None
     keys, at = [], 0
     for begin in begins:
-        key, at = kv_cache_utils.generate_block_hash_extra_keys(
-            request, begin, begin + block_size, at
-        )
+        key, at = extra_keys(request, begin, begin + block_size, at)
         keys.append(key)
-    if not any(keys):
-        return None
     said = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
     return list(said(keys))
 

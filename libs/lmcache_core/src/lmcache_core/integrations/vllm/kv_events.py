@@ -22,14 +22,15 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from lmcache_core.engine.guard import DegradingGuard
-from lmcache_core.keys import CHUNK_HASH_BYTES, CacheEngineKey, Lane
+from lmcache_core.keys import CacheEngineKey, Lane, each_hash
 from lmcache_core.names import DISK_TIER, MEMORY_TIER
 from lmcache_core.wire.messages import Changes
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ROUND_S: Final = 0.2
 CHECK_ROUNDS: Final = 20
@@ -38,6 +39,10 @@ GONE_S: Final = 0.5
 """A sidecar that restarts within this time is not reported as gone."""
 MAX_CHUNKS: Final = 1 << 16
 """Chunks that are followed, those named latest; about 2 kB of memory each."""
+SLICE, ASKED_SLICE, PAUSE_S = 16, 512, 1e-4
+"""Chunks that are described or published, and those that are asked about, before the thread pauses
+so long: it shares the GIL with the engine's steps, which would wait for it.
+"""
 MAX_NAMED: Final = 1 << 14
 """Requests that may wait to be described while the sidecar does not answer."""
 IN_MEMORY, ON_DISK = 1, 2
@@ -59,14 +64,14 @@ class AnnouncedChunk:
     """A chunk as routers are told of it: in vLLM's blocks.
 
     Attributes:
-        block_hashes: vLLM's hashes of its blocks, in order.
-        parent: That of the block before it; None at the beginning of a prompt.
+        block_hashes: What routers know its blocks by, in order.
+        parent: The same of the block before it; None at the beginning of a prompt.
         token_ids: Its tokens, 4 bytes each.
         context: What else vLLM says of the blocks of such a request.
     """
 
-    block_hashes: tuple[bytes, ...]
-    parent: bytes | None
+    block_hashes: tuple[Any, ...]
+    parent: Any
     token_ids: array[int]
     context: Any
 
@@ -175,7 +180,7 @@ class KVEvents:
         # What has been announced longest ago is asked about again: chunks also expire.
         again = itertools.islice(self._announced, -(-len(self._announced) // CHECK_ROUNDS))
         if answer.is_complete and self._last is not None:
-            wanted = dict.fromkeys([*_split(answer.hashes), *self._new, *again])
+            wanted = dict.fromkeys([*each_hash(answer.hashes), *self._new, *again])
             asked = [one for one in wanted if one in self._chunks]
         else:
             asked = list(self._chunks)
@@ -204,12 +209,12 @@ class KVEvents:
         """Describe what was named since the last round."""
         while self._named:
             request, hashes, num_known = self._named.popleft()
-            names = list(_split(hashes))
+            names = each_hash(hashes)
             for name in names[:num_known]:
                 if name in self._chunks:
                     self._chunks.move_to_end(name)
-            described = self._describe(request, num_known, len(names))
-            for number, chunk in enumerate(described, num_known):
+            described = self._in_slices(self._describe(request, num_known, len(names)), SLICE)
+            for number, chunk in enumerate(itertools.chain.from_iterable(described), num_known):
                 name = names[number]
                 self._chunks[name] = _Followed(chunk, number, names[number - 1] if number else None)
                 self._chunks.move_to_end(name)
@@ -224,20 +229,19 @@ class KVEvents:
 
     def _places(self, names: Sequence[bytes]) -> list[int] | None:
         """Return where each chunk is; None if the sidecar does not say it of all."""
-        keys = [lane.key(name) for lane in self._lanes for name in names]
-        if not keys:
-            return []
-        in_memory = self._source.present(keys, MEMORY_TIER)
-        on_disk = self._source.present(keys, DISK_TIER)
-        if len(in_memory) < len(keys) or len(on_disk) < len(keys):
-            return None
-        places = []
-        for at in range(len(names)):
-            memory, disk = in_memory[at :: len(names)], on_disk[at :: len(names)]
-            if all(memory):
-                places.append(IN_MEMORY | (ON_DISK if all(disk) else 0))
-            else:  # ranks may have their parts in different places: the slower one counts
-                places.append(ON_DISK if all(map(max, memory, disk)) else 0)
+        places: list[int] = []
+        for some in self._in_slices(names, ASKED_SLICE):
+            keys = [lane.key(name) for lane in self._lanes for name in some]
+            in_memory = self._source.present(keys, MEMORY_TIER)
+            on_disk = self._source.present(keys, DISK_TIER)
+            if len(in_memory) < len(keys) or len(on_disk) < len(keys):
+                return None
+            for at in range(len(some)):
+                memory, disk = in_memory[at :: len(some)], on_disk[at :: len(some)]
+                if all(memory):
+                    places.append(IN_MEMORY | (ON_DISK if all(disk) else 0))
+                else:  # ranks may have their parts in different places: the slower one counts
+                    places.append(ON_DISK if all(map(max, memory, disk)) else 0)
         return places
 
     def _announce(self, found: Mapping[bytes, int]) -> None:
@@ -261,7 +265,17 @@ class KVEvents:
                 if self._follows_on(followed):
                     self._orphans.remove(name)
                     events += _differences(followed.chunk, 0, places)
-        self._publish(events)
+        if not events:
+            self._publish([])
+        for some in self._in_slices(events, SLICE):
+            self._publish(some)
+
+    def _in_slices(self, items: Iterable[T], size: int) -> Iterator[list[T]]:
+        rest = iter(items)
+        while some := list(itertools.islice(rest, size)):
+            yield some
+            if len(some) == size:
+                self._wake.wait(PAUSE_S)
 
     def _follows_on(self, followed: _Followed) -> bool:
         """Return whether routers know the chunk before this one."""
@@ -286,8 +300,3 @@ def _differences(chunk: AnnouncedChunk, before: int, now: int) -> Iterator[Annou
             yield Announcement(chunk, place, is_here=False)
             if now & place:
                 yield Announcement(chunk, place, is_here=True)
-
-
-def _split(hashes: bytes) -> Iterator[bytes]:
-    for at in range(0, len(hashes), CHUNK_HASH_BYTES):
-        yield hashes[at : at + CHUNK_HASH_BYTES]
