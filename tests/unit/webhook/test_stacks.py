@@ -321,7 +321,7 @@ def test_options_that_do_not_apply_are_dropped_and_named(
 
 def test_members_of_the_configuration_are_kept_or_named(options: InjectionOptions) -> None:
     config = json.loads(V1) | {
-        "kv_role": "kv_both",
+        "kv_role": "kv_producer",
         "engine_id": "e1",
         "kv_port": 14580,
         "kv_rank": None,
@@ -332,7 +332,8 @@ def test_members_of_the_configuration_are_kept_or_named(options: InjectionOption
         container(args=["--kv-transfer-config", json.dumps(config)]), annotations=REPLACE
     )
     engine, status = injected(options, document)
-    assert config_of(engine) == transfer_config() | {"engine_id": "e1", "kv_port": 14580}
+    kept = {"kv_role": "kv_producer", "engine_id": "e1", "kv_port": 14580}
+    assert config_of(engine) == transfer_config() | kept
     assert status.endswith("not carried over: kv_load_failure_policy, later")
 
 
@@ -367,7 +368,6 @@ def test_options_that_have_no_counterpart_decline_with_the_fix(
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (V1.replace("}", ', "kv_role": "kv_producer"}'), "only kv_role=kv_both can be"),
         (V1.replace("}", ', "kv_connector_extra_config": 1}'), "must be a mapping"),
         (V1.replace("V1", "V7"), "remove that to have it set here"),
         ("[" * 1000, "remove that to have it set here"),

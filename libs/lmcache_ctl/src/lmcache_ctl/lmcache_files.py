@@ -340,9 +340,8 @@ class _Reader:
     def _role(self, config: Mapping[Any, Any], name: str, where: str) -> None:
         role = config.get(name) or "kv_both"
         if role != "kv_both":
-            self._refuse(
-                f"{where}.{name}={shown(role)}",
-                "only kv_both is there; pods share KV through peers or the remote tier",
+            self.found.notes.append(
+                f"{where}.{name}={shown(role)}: keep it in vLLM's --kv-transfer-config"
             )
 
     def _assignment(self, variable: str, text: str, where: str) -> None:

@@ -23,6 +23,7 @@ TIER_FAILURES_TOTAL = "lmcache_tier_failures_total"
 TIER_MICROSECONDS_TOTAL = "lmcache_tier_microseconds_total"
 """Time in calls of a tier. Counters are integers, so this one is not in seconds."""
 
+IGNORED_WISHES_TOTAL = "lmcache_ignored_wishes_total"
 FAILED_CALLS_TOTAL = "lmcache_failed_calls_total"
 
 CODEC_ENCODED_CHUNKS_TOTAL = "lmcache_codec_encoded_chunks_total"

@@ -21,7 +21,7 @@ from lmcache_core.config.sources import CONFIG_FILE_ENV, ENV_PREFIX, values_of_e
 from lmcache_core.errors import ConfigError
 
 from lmcache_webhook.injection.pod import Container, DeclinedError
-from lmcache_webhook.injection.sidecar import SOCKET_PATH, transfer_config
+from lmcache_webhook.injection.sidecar import ROLE, SOCKET_PATH, transfer_config
 
 MAX_OPTION_CHARS: Final = 16 << 10
 """Of all variables LMCACHE_… of a container, and of a `--kv-transfer-config` that is replaced:
@@ -46,7 +46,7 @@ _TIERS: Final = frozenset(
 """Names that describe tiers, or another sidecar. With the pod's sidecar our connector ignores or
 refuses them.
 """
-_REPLACED: Final = ("kv_connector", "kv_connector_module_path", "kv_role", _EXTRA)
+_REPLACED: Final = ("kv_connector", "kv_connector_module_path", _EXTRA)
 """Members of LMCache's configuration that ours has for itself. Every other one is vLLM's own."""
 _SERVER: Final = ("mp.", "mp_")
 """How names begin of the server that LMCacheMPConnector talks to. The sidecar replaces it."""
@@ -158,10 +158,6 @@ def carry_over(container: Container, connector: ReplaceableConnector) -> Carried
     Raises:
         DeclinedError: An option requests something unsupported, or cannot be read.
     """
-    if connector.config.get("kv_role", "kv_both") != "kv_both":
-        raise _irreplaceable(
-            connector, "only kv_role=kv_both can be; let pods share KV through peers or storage"
-        )
     if any(variable.name == CONFIG_FILE_ENV for variable in container.env or ()):
         raise _irreplaceable(
             connector,
@@ -253,7 +249,7 @@ def _members(config: Mapping[str, Any]) -> tuple[dict[str, str | float], list[st
     for name, value in config.items():
         if name in _REPLACED or value is None or value == ours.get(name):
             continue
-        if name not in ours and isinstance(value, str | int | float):
+        if (name == ROLE or name not in ours) and isinstance(value, str | int | float):
             kept[name] = value
         else:
             lost.append(name)

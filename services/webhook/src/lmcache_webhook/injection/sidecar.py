@@ -10,6 +10,7 @@ from lmcache_webhook.injection.plan import SHM_PATH, PodPlan
 from lmcache_webhook.injection.pod import amount_of
 from lmcache_webhook.injection.template import lay_over
 
+ROLE: Final = "kv_role"
 SIDECAR: Final = "lmcache-sidecar"
 PAYLOAD: Final = "lmcache-payload"
 SHM: Final = "lmcache-shm"
@@ -126,7 +127,7 @@ def transfer_config(
         **(members or {}),
         "kv_connector": "LMCacheConnector",
         "kv_connector_module_path": "lmcache_core.integrations.vllm",
-        "kv_role": "kv_both",
+        ROLE: (members or {}).get(ROLE, "kv_both"),
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {**(extra or {}), "sidecar_socket": SOCKET_PATH},
     }

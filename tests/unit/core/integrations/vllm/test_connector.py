@@ -75,9 +75,6 @@ def step(worker: Any, plan: StepPlan) -> Any:
         (embedded(load="never"), {}, "load='never'"),
         ({}, {}, "no place for KV"),
         (embedded(), {"shape": Shape(num_ranks=2)}, "serves one worker, not 2: run a sidecar"),
-        # For a producer vLLM gives blocks away that a running step still writes to.
-        (embedded(), {"kv_role": "kv_producer"}, 'set kv_role to "kv_both"'),
-        (embedded(), {"kv_role": "kv_consumer"}, 'set kv_role to "kv_both"'),
     ],
 )
 @pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])

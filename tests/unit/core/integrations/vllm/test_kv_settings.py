@@ -62,7 +62,7 @@ COUNTED = {
         " word_embeddings_untied_by_checkpoint"
     ),
     "MultiModalConfig": (
-        "allow_missing_mm_embeddings enable_mm_embeds media_io_kwargs mm_device_do_normalize"
+        "media_io_kwargs mm_device_do_normalize"
         " mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_only mm_processor_kwargs"
         " video_pruning_method video_pruning_rate"
     ),

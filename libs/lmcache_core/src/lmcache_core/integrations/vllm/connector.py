@@ -40,7 +40,7 @@ from lmcache_core.integrations.vllm.logs import log_as_vllm
 from lmcache_core.integrations.vllm.memory import attention_backends, create_scales
 from lmcache_core.integrations.vllm.options import PREFIX, read_options
 from lmcache_core.integrations.vllm.plan import StepPlan, Store, WorkerReport
-from lmcache_core.integrations.vllm.requests import RequestNamer
+from lmcache_core.integrations.vllm.requests import RequestNamer, Role
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 from lmcache_core.integrations.vllm.stats import (
     DESCRIBED,
@@ -111,12 +111,6 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     def _open(self, vllm_config: Any, kv_cache_config: Any, is_worker: bool) -> None:
         transfer = vllm_config.kv_transfer_config
-        if not (transfer.is_kv_producer and transfer.is_kv_consumer):
-            # vLLM keeps running steps away from blocks that a load may write to only for consumers.
-            raise ConfigError(
-                f'kv_role="{transfer.kv_role}": this connector both loads and stores; set kv_role'
-                ' to "kv_both"'
-            )
         device_type = vllm_config.device_config.device_type
         options = read_options(transfer.kv_connector_extra_config, device_type)
         parallel = vllm_config.parallel_config
@@ -200,7 +194,10 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
                 "this worker runs in another process and cannot use a cache inside vLLM: %s",
                 SIDECAR_HINT,
             )
-        self._scheduler = SchedulerSide(options, groups, identity, store, namer)
+        role = Role(loads=transfer.is_kv_consumer, stores_prompts=transfer.is_kv_producer)
+        self._scheduler = SchedulerSide(
+            options, groups, identity, store, namer, self._counters, role
+        )
         if options.kv_events:
             from lmcache_core.integrations.vllm.event_publisher import RouterEvents
 

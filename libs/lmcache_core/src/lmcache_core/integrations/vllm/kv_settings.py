@@ -185,6 +185,7 @@ _FIELDS_WITHOUT_KV: Final[Mapping[str, Mapping[str, str]]] = {
         "how the same adapter is computed": "fully_sharded_loras specialize_active_lora",
     },
     "MultiModalConfig": {
+        "what clients may send": "allow_missing_mm_embeddings enable_mm_embeds",
         "how many contents a request may have": "language_model_only limit_per_prompt",
         "how contents travel and are kept": (
             "mm_hasher_algorithm mm_ipc_gpu_memory_gb mm_processor_cache_gb"

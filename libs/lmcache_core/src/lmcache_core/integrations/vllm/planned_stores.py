@@ -10,7 +10,7 @@ from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import Store
 from lmcache_core.integrations.vllm.provenance import Provenance
-from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState
+from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState, Role
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,9 @@ class StorePlanner:
         groups: Sequence[CacheGroup],
         states: Mapping[str, RequestState],
         namer: RequestNamer,
+        role: Role,
     ) -> None:
+        self._stores_prompts = role.stores_prompts
         self._chunk_size = options.engine.chunk_size
         has_states = any(group.is_state for group in groups)
         # With drafts, a state inside an answer may be that of tokens that are rejected later.
@@ -142,11 +144,16 @@ class StorePlanner:
         """Return what to store for a request; None if there is nothing (yet)."""
         if num_tokens < self._chunk_size or not state.tables or state.origin is None:
             return None
+        if state.wishes.skip_save or not (self._stores_prompts or self._saves_decode):
+            return None
         if self._namer.name(state) is None:
             return None
         if state.asked_at is not None:
             return None  # which of its chunks are already stored is known in one of the next steps
         request = state.request
+        if not self._stores_prompts:
+            first = request.num_prompt_tokens // self._chunk_size
+            state.stored = [max(stored, first) for stored in state.stored]
         num_known = len(request.all_token_ids) if self._saves_decode else request.num_prompt_tokens
         runs = state.complete_runs(min(num_tokens, num_known))
         if not runs or not self._namer.check(state):

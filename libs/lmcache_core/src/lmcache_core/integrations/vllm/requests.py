@@ -13,9 +13,11 @@ import torch
 
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
 from lmcache_core.integrations.vllm.identity import KVIdentity
+from lmcache_core.integrations.vllm.options import PREFIX
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load
 from lmcache_core.integrations.vllm.weights import Adapters
 from lmcache_core.keys import CHUNK_HASH_BYTES
+from lmcache_core.telemetry import IGNORED_WISHES_TOTAL, Counters
 from lmcache_core.token_database import MultimodalSpan
 from lmcache_core.token_database.hashing import chain_hashes, identity_root, tokens_as_uint32
 
@@ -65,6 +67,47 @@ class ChunkNames:
 
 
 @dataclass(frozen=True)
+class Role:
+    """What an engine does with the cache, by vLLM's `kv_role`.
+
+    Attributes:
+        loads: Not for a producer: vLLM keeps running steps away from blocks that a load writes to
+            for consumers only (`defer_block_free` in its scheduler).
+        stores_prompts: Not for a consumer.
+    """
+
+    loads: bool
+    stores_prompts: bool
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a client asks for one request, in vLLM's `kv_transfer_params`.
+
+    Attributes:
+        skip_lookup: Load nothing for it.
+        skip_save: Store nothing of it.
+    """
+
+    skip_lookup: bool = False
+    skip_save: bool = False
+
+    @classmethod
+    def of(cls, request: Any, counters: Counters) -> Wishes:
+        """Return those of a request; values that are neither true nor false are counted, and
+        ignored.
+        """
+        params, wishes = getattr(request, "kv_transfer_params", None), {}
+        for name in cls.__dataclass_fields__ if isinstance(params, dict) else ():
+            value = params.get(PREFIX + name, False)
+            if isinstance(value, bool):
+                wishes[name] = value
+            else:
+                counters.add(IGNORED_WISHES_TOTAL)
+        return cls(**wishes)
+
+
+@dataclass(frozen=True)
 class Offer:
     """What the chunk store can provide for a request.
 
@@ -104,6 +147,7 @@ class RequestState:
         origin: What its KV was computed with; None if it cannot be stored, because something that
             it was computed from is not known to be right (`Provenance`).
         turn: When vLLM last gave it blocks while it waited.
+        wishes: What the client asks for it.
     """
 
     request: Any
@@ -127,6 +171,7 @@ class RequestState:
     is_outdated: bool = False
     origin: Origin | None = None
     turn: int = 0
+    wishes: Wishes = Wishes()
 
     def __post_init__(self) -> None:
         self.stored = [0] * len(self.groups)
@@ -138,10 +183,11 @@ class RequestState:
 
     @property
     def may_load(self) -> bool:
-        """Whether KV may be loaded for it: not after a failed load, nor if vLLM needs every token
-        computed (prompt logprobs).
+        """Whether KV may be loaded for it: not after a failed load, nor if the client or vLLM needs
+        every token computed (prompt logprobs).
         """
-        return not (self.gave_up or getattr(self.request, "skip_reading_prefix_cache", False))
+        is_unwanted = self.gave_up or self.wishes.skip_lookup
+        return not (is_unwanted or getattr(self.request, "skip_reading_prefix_cache", False))
 
     def forget_offer(self) -> None:
         """Drop an offer that has been used or is out of date."""

@@ -19,9 +19,16 @@ from lmcache_core.integrations.vllm.identity import FMT, KVIdentity
 from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import Load, Store, WorkerReport, this_host
 from lmcache_core.integrations.vllm.planned_stores import StorePlanner
-from lmcache_core.integrations.vllm.requests import Offer, RequestNamer, RequestState
+from lmcache_core.integrations.vllm.requests import (
+    Offer,
+    RequestNamer,
+    RequestState,
+    Role,
+    Wishes,
+)
 from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain
 from lmcache_core.record import Staged, StagedFrom
+from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +67,7 @@ class SchedulerSide:
     Args:
         store: The chunk store; opened and closed by its owner.
         namer: Names chunks; gets the salt as soon as the store knows it.
+        counters: Counts values of requests that cannot be followed.
 
     Attributes:
         step: Number of the last planned step if its duration measures prefill, else 0.
@@ -72,7 +80,11 @@ class SchedulerSide:
         identity: KVIdentity,
         store: ChunkStore,
         namer: RequestNamer,
+        counters: Counters,
+        role: Role,
     ) -> None:
+        self._counters = counters
+        self._role = role
         self._patience_s = options.engine.tier_timeout_s + PATIENCE_MARGIN_S
         self._groups = tuple(groups)
         self._chunk_size = options.engine.chunk_size
@@ -82,7 +94,7 @@ class SchedulerSide:
         self._namer = namer
         self._states: dict[str, RequestState] = {}
         self._loads: dict[str, RequestState] = {}
-        self.stores = StorePlanner(options, groups, self._states, namer)
+        self.stores = StorePlanner(options, groups, self._states, namer, role)
         self._prefill = PrefillRate(options.engine.prefill_tokens_per_s)
         self.step = 0
         self._num_steps = 0
@@ -94,7 +106,7 @@ class SchedulerSide:
     def new_request(self, request: Any) -> None:
         """Let the store read what a new request needs while it is queued."""
         state = self._state_of(request)
-        if state.may_load:
+        if state.may_load and self._role.loads:
             self._ask(state, wait_s=0.0)
 
     def num_matched(self, request: Any, num_local: int) -> tuple[int | None, bool]:
@@ -103,7 +115,8 @@ class SchedulerSide:
         """
         state = self._state_of(request)
         state.num_local = num_local
-        if not state.may_load or state.is_loading or self._is_out:
+        may_load = state.may_load and self._role.loads
+        if not may_load or state.is_loading or self._is_out:
             return 0, False
         if state.offer is not None:
             # Others may have stored more since, and the store keeps nothing forever.
@@ -286,7 +299,8 @@ class SchedulerSide:
     def _state_of(self, request: Any) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None:
-            state = RequestState(request, self._groups, self._chunk_size)
+            wishes = Wishes.of(request, self._counters)
+            state = RequestState(request, self._groups, self._chunk_size, wishes=wishes)
             self._states[request.request_id] = state
         return state
 

@@ -21,6 +21,7 @@ from lmcache_core._typing import override
 from lmcache_core.record import StagedFrom
 from lmcache_core.telemetry import (
     FAILED_CALLS_TOTAL,
+    IGNORED_WISHES_TOTAL,
     MISSED_CHUNKS_TOTAL,
     RETRIEVED_BYTES_TOTAL,
     RETRIEVED_CHUNKS_TOTAL,
@@ -40,6 +41,7 @@ DESCRIBED = MappingProxyType(
         STORED_BYTES_TOTAL: "Bytes stored.",
         UNSTORED_CHUNKS_TOTAL: "Chunks that found no room in the store.",
         FAILED_CALLS_TOTAL: "Calls of the connector that failed; vLLM continued without the cache.",
+        IGNORED_WISHES_TOTAL: "Values in kv_transfer_params that are neither true nor false.",
     }
 )
 PROMETHEUS_PREFIX = "vllm:"
