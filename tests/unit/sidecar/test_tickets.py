@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from lmcache_core.errors import ProtocolError
 from lmcache_core.keys import ChunkChain, Lane
+from lmcache_core.memory import MemoryObj
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore, SidecarConnection
+from lmcache_core.storage import expected as expected_module
 from lmcache_core.storage import staging as staging_module
 from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
@@ -21,10 +23,12 @@ from tests.fixtures.chains import (
     TAKEN_BYTES,
     Shelf,
     chain_of,
+    chunk_in,
     keys_by_chunk,
     keys_of_rank,
     names_of,
     num_loaded,
+    reserved,
     store_chunks,
 )
 from tests.fixtures.embedded import PATIENCE_S, until
@@ -71,6 +75,43 @@ def test_end_of_a_connection_ends_its_tickets(sidecar: RunningSocket) -> None:
             assert sorted(s.staging.num_tickets for s in sidecar.server.sessions) == [0, 1]
         until(lambda: evictable(sidecar, CHAIN), "a client that has gone holds chunks")
         assert sidecar.server.context.staged.used_bytes == 0
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_ticket_waits_for_what_another_client_is_writing(
+    sidecar: RunningSocket, is_stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill engine still stores what the decode engine asks for."""
+    monkeypatch.setattr(expected_module, "EXPECTED_S", PATIENCE_S)
+    keys = keys_of_rank(CHAIN, 0)
+    with client_of(sidecar) as reader, client_of(sidecar) as writer:
+        store_chunks(writer, keys[:2])
+        memory = [one for one in reserved(writer, keys[2:]) if isinstance(one, MemoryObj)]
+        assert reader.stage("t", [CHAIN]) == Staged(False, (b"\1\1\0\0",))
+        chunks = [chunk_in(one, key) for one, key in zip(memory, keys[2:], strict=True)]
+        if is_stored:
+            writer.put(chunks)
+        writer.release(chunks)
+        until(lambda: reader.stage("t", [CHAIN]).is_ready, "it waits on")
+        rest = bytes([is_stored] * 2)
+        assert reader.stage("t", [CHAIN]) == Staged(True, (b"\1\1" + rest,))
+        assert not sidecar.server.context.stack.expected
+
+
+def test_a_ticket_waits_for_no_client_that_has_gone(
+    sidecar: RunningSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expected_module, "EXPECTED_S", PATIENCE_S)
+    with client_of(sidecar) as reader:
+        with greeted(sidecar.path) as writer:
+            lane = keys_of_rank(CHAIN, 0)[0].lane()
+            reserve = m.ReserveExtents((64,) * 4, [(0, CHAIN.hashes)])
+            for number, message in ((0, m.DeclareLane(0, lane)), (2, reserve)):
+                writer.socket.sendall(m.build_frame(number, message))
+            assert isinstance(writer.answer(), m.Extents)
+            assert reader.stage("t", [CHAIN]) == Staged(False, (bytes(4),))
+        until(lambda: reader.stage("t", [CHAIN]) == Staged(True, (bytes(4),)), "it waits on")
+        assert not sidecar.server.context.stack.expected
 
 
 def test_expired_tickets_give_their_chunks_back(

@@ -17,6 +17,7 @@ from lmcache_core.record import Allocate, Miss, MissReason, Result, release_all
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.expected import EXPECTED_S
 from lmcache_core.storage.guard import Guard, GuardOptions
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import GRACE_S, TierStack
@@ -234,3 +235,30 @@ async def test_chunk_that_another_task_reads_is_waited_for_within_the_deadline(
         found = await asyncio.gather(get(stack, names(1)), get(stack, names(1), 5.0))
         assert found == [[payload], [MissReason.DEADLINE]]
         assert tier.num_calls == 2, "one for each pair"
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("recompute_s", "waited_s"), [(None, EXPECTED_S), (0.02, 2 * 0.02), (1.0, EXPECTED_S)]
+)
+async def test_chunk_that_a_client_is_writing_is_waited_for_no_longer_than_it_is_worth(
+    over: MakeStack, recompute_s: float | None, waited_s: float
+) -> None:
+    async with over() as stack:
+        for key in names(2):
+            stack.expected.add(key)
+        began = asyncio.get_running_loop().time()
+        got = await get(stack, names(2), recompute_s=recompute_s)
+        assert got == [MissReason.NEVER_STORED] * 2
+        assert asyncio.get_running_loop().time() - began == pytest.approx(waited_s, abs=TICK_S)
+
+
+async def test_chunk_that_is_put_while_it_is_waited_for_is_served(over: MakeStack) -> None:
+    async with over() as stack:
+        for key in names(3):
+            stack.expected.add(key)
+        reading = asyncio.create_task(get(stack, names(3)))
+        await asyncio.sleep(0)
+        await store(stack, 0, 1)
+        stack.expected.end(names(3))
+        assert await reading == [make_payload(0), make_payload(1), MissReason.NEVER_STORED]

@@ -19,6 +19,7 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.names import DISK_TIER, MEMORY_TIER
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import IsUnwanted, StorageBackend
+from lmcache_core.storage.expected import ExpectedChunks
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.write_behind import WriteBehind
 
@@ -84,6 +85,7 @@ class TierStack:
 
     Attributes:
         lower: The slower tiers that are open.
+        expected: Chunks that will soon be put; noted by those who put them.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class TierStack:
         self._opening = TaskSupervisor("reconnect-tiers")
         self._listener = listener
         self._reads = InflightReads()
+        self.expected = ExpectedChunks()
         behind = self.lower if written is None else written
         num_unnamed = sum(tier.name not in pending_bytes for tier in behind)
         share = hot.stats()["capacity_bytes"] // DEFAULT_PENDING_SHARE // max(1, num_unnamed)
@@ -210,7 +213,7 @@ class TierStack:
         began = asyncio.get_running_loop().time()
         results = self.hot.results(keys)
         missing = _missing(results)
-        if missing and self.lower:
+        if missing and (self.lower or self.expected):
             limit_s = (
                 timeout_s if recompute_s is None else min(timeout_s, recompute_s * len(missing))
             )
@@ -336,14 +339,12 @@ class TierStack:
     ) -> None:
         """Fill in the chunks that slower tiers deliver in time."""
         missing = _missing(results)
-        if self.keep_hot and await self._reads.wait_for_others(
-            [keys[i] for i in missing], limit.left_s(len(missing))
-        ):
-            for i, result in zip(
-                missing, self.hot.results([keys[i] for i in missing]), strict=True
-            ):
-                results[i] = result
-            missing = _missing(results)
+        for arrivals in (self.expected.wait, self._reads.wait_for_others) if self.keep_hot else ():
+            wanted = [keys[i] for i in missing]
+            if await arrivals(wanted, limit.left_s(len(missing))):
+                for i, result in zip(missing, self.hot.results(wanted), strict=True):
+                    results[i] = result
+                missing = _missing(results)
         with self._reads.reading([keys[i] for i in missing]) as read:
             for tier in self.lower:
                 missing = _missing(results)

@@ -372,7 +372,8 @@ class Stager:
         self, ticket: StageTicket, deadline_s: float, recompute_s: float | None
     ) -> None:
         num_missing = max(chain.tiers.count(0) for chain in ticket.chains)
-        can_lift = num_missing and self.may_lift and self._stack.lower and self._num_affordable(1)
+        has_more = self._stack.lower or self._stack.expected
+        can_lift = num_missing and self.may_lift and has_more and self._num_affordable(1)
         if not can_lift or not self._room.lifts.acquire(blocking=False):
             return
         limit_s = deadline_s if recompute_s is None else min(deadline_s, recompute_s * num_missing)
@@ -417,7 +418,13 @@ class Stager:
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
         num_ranks = chain.num_ranks
-        tiers = await self._stack.batched_tiers(chain.names_of(numbers), limit_s / PROBE_SHARE)
+        names, expected = chain.names_of(numbers), self._stack.expected
+        tiers = [
+            MEMORY_TIER if tier is None and name in expected else tier
+            for name, tier in zip(
+                names, await self._stack.batched_tiers(names, limit_s / PROBE_SHARE), strict=True
+            )
+        ]
         wanted = [numbers[i] for i in _whole(tiers, num_ranks, ticket.is_prefix)]
         if not wanted:
             return

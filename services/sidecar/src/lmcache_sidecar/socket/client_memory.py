@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lmcache_core.errors import ProtocolError, RecordError
+from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import MemoryObj
 from lmcache_core.memory.free_list import extent_bytes
 from lmcache_core.names import documented_tier
@@ -41,6 +42,7 @@ class ClientMemory:
         self.reservations: dict[int, MemoryObj] = {}
         self.pins: dict[int, Chunk] = {}
         self.reserved_bytes = 0
+        self._promised: dict[int, ChunkKey] = {}
 
     @property
     def pinned_bytes(self) -> int:
@@ -60,6 +62,16 @@ class ClientMemory:
             self.release(handles)
             return [None] * len(lent)
         return lent
+
+    def promise(self, handle: int, name: ChunkKey) -> None:
+        """Let reads of a chunk wait for the client, which fills this reservation with it."""
+        self._promised[handle] = name
+        self._context.stack.expected.add(name)
+
+    def settle(self, handles: Iterable[int]) -> None:
+        """End these promises: each chunk is stored, or will not be."""
+        names = [self._promised.pop(handle) for handle in handles if handle in self._promised]
+        self._context.stack.expected.end(names)
 
     def take(self, handle: int) -> MemoryObj | None:
         """End a reservation; its reference passes to the caller. None for an unknown handle."""
@@ -107,6 +119,7 @@ class ClientMemory:
 
     def release(self, handles: Sequence[int]) -> None:
         """Release reservations and pins; unknown handles are skipped."""
+        self.settle(handles)
         for handle in handles:
             memory, chunk = self.take(handle), self.pins.pop(handle, None)
             if memory is not None:
@@ -149,6 +162,7 @@ class ClientMemory:
             memories = [self.take(handle) for handle in list(self.reservations)]
             self._context.journal.abandoned([memory for memory in memories if memory is not None])
         self.release(list(self.reservations))
+        self.settle(list(self._promised))
 
     def close(self) -> None:
         """Release everything: the client is gone."""

@@ -266,7 +266,8 @@ class EngineSession:
         )
 
     def _reserve(self, request: m.ReserveExtents) -> m.Extents:
-        known = self._context.stack.hot.contains_many(self._names(request.names))
+        names = self._names(request.names)
+        known = self._context.stack.hot.contains_many(names)
         known += [False] * (len(request.sizes) - len(known))
         if len(known) > len(request.sizes):
             raise ProtocolError(f"RESERVE of {len(request.sizes)} chunks with {len(known)} names")
@@ -274,6 +275,9 @@ class EngineSession:
         sizes = [size for size, is_known in zip(request.sizes, known, strict=True) if not is_known]
         lent = iter(self.memory.reserve(sizes) if is_open else [None] * len(sizes))
         items = [NotLent.KNOWN if is_known else next(lent) or NotLent.NO_ROOM for is_known in known]
+        for name, item in zip(names, items, strict=False):  # clients need not name what they store
+            if isinstance(item, m.Extent):
+                self.memory.promise(item.id, name)
         self._context.counters.add(metrics.REFUSED_CHUNKS_TOTAL, items.count(NotLent.NO_ROOM))
         return m.Extents(tuple(items))
 
@@ -299,6 +303,7 @@ class EngineSession:
                 self._context.counters.add(metrics.STORED_CHUNKS_TOTAL, is_kept)
                 self._context.counters.add(metrics.STORED_BYTES_TOTAL, chunk.num_bytes * is_kept)
         finally:
+            self.memory.settle([handle for handle, _ in request.items])
             for chunk in chunks:
                 chunk.release()
             if self._context.journal is not None:

@@ -1,0 +1,58 @@
+"""Chunks that clients have memory for and are writing: a read waits for them, for a moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from lmcache_core.keys import ChunkKey
+
+EXPECTED_S: Final = 0.1
+"""Longest wait for them: a client that is alive takes less, and one that hangs costs no more."""
+
+
+class ExpectedChunks:
+    """Names of chunks, each from the reservation of its memory until it is stored or given up. For
+    one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[ChunkKey, asyncio.Event | None] = {}
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._events
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def add(self, key: ChunkKey) -> None:
+        """Expect a chunk. Of two clients that write the same one, the first to end ends both."""
+        self._events.setdefault(key, None)
+
+    def end(self, keys: Iterable[ChunkKey]) -> None:
+        """Expect these chunks no longer: they are stored, or will not be."""
+        for key in keys:
+            event = self._events.pop(key, None)
+            if event is not None:
+                event.set()
+
+    async def wait(self, keys: Sequence[ChunkKey], timeout_s: float) -> bool:
+        """Wait for those of these chunks that are expected, at most `EXPECTED_S`; False if there
+        were none.
+        """
+        wanted = [key for key in keys if key in self._events]
+        if not wanted:
+            return False
+        try:
+            async with asyncio.timeout(min(timeout_s, EXPECTED_S)):
+                for key in wanted:
+                    if key not in self._events:
+                        continue
+                    event = self._events[key]
+                    if event is None:
+                        event = self._events[key] = asyncio.Event()
+                    await event.wait()
+        except TimeoutError:
+            pass
+        return True
