@@ -20,8 +20,9 @@ from lmcache_core.record import Allocate, Chunk, Result
 from lmcache_core.storage.base import StorageBackend
 
 from tests.fixtures.embedded import Embedded, embedded_engine, until
-from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
-from tests.fixtures.prompts import kv_of, tokens_of
+from tests.fixtures.held_clock import HeldClock
+from tests.fixtures.kv import CHUNK_SIZE
+from tests.fixtures.prompts import tokens_of
 from tests.suites.faults import ForwardingBackend
 
 TOKENS = tokens_of((0, 1, 0, 0))
@@ -71,17 +72,9 @@ def hanging_tier(cache: Embedded) -> Hanging:
     return tier
 
 
-def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
-    """Return how many chunks came back."""
-    target = empty_kv(len(tokens))
-    num = int(cache.engine.retrieve(tokens, kvcaches=target).sum())
-    assert_equal_prefix(target, kv_of(tokens), num)
-    return num // CHUNK_SIZE
-
-
 def store_cold(cache: Embedded, num_hot: int = 0) -> None:
     """Store all chunks on disk, and the first of them in memory too."""
-    cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+    cache.store(TOKENS)
     cache.drain()
     cold = [ChunkKey.of(DEFAULT_TENANT, key) for key in cache.keys(TOKENS)[num_hot:]]
     cache.hot.remove_many(cold)
@@ -94,7 +87,7 @@ def test_a_tier_that_hangs_is_waited_for_no_longer_than_computing_takes(
     with hanging_engine(tmp_path, 0.05) as cache:
         store_cold(cache, num_hot)
         hanging_tier(cache).hangs = True
-        assert retrieve(cache) == num_hot
+        assert cache.retrieve(TOKENS) == num_hot * CHUNK_SIZE
         assert cache.misses() == {"deadline": NUM_CHUNKS - num_hot}
         cache.check_nothing_held()
 
@@ -106,7 +99,7 @@ def test_a_tier_that_blocks_the_event_loop_is_a_miss_and_its_late_chunks_are_giv
         store_cold(cache)
         may_go_on = hanging_tier(cache).may_go_on = threading.Event()
         try:
-            assert retrieve(cache) == 0
+            assert cache.retrieve(TOKENS) == 0
         finally:
             may_go_on.set()
         assert cache.misses() == {"unavailable": NUM_CHUNKS}
@@ -114,10 +107,10 @@ def test_a_tier_that_blocks_the_event_loop_is_a_miss_and_its_late_chunks_are_giv
 
 def test_hot_chunks_are_served_however_fast_the_engine_computes(tmp_path: Path) -> None:
     with hanging_engine(tmp_path, 1e-7) as cache:
-        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
-        assert retrieve(cache) == NUM_CHUNKS
+        cache.store(TOKENS)
+        assert cache.retrieve(TOKENS) == len(TOKENS)
         cache.forget_hot()
-        assert retrieve(cache) == 0, "no disk is as fast"
+        assert cache.retrieve(TOKENS) == 0, "no disk is as fast"
         assert cache.misses() == {"deadline": NUM_CHUNKS}
 
 
@@ -126,23 +119,13 @@ def test_a_prefetch_may_take_longer_than_computing(tmp_path: Path) -> None:
         store_cold(cache)
         cache.engine.prefetch(TOKENS)
         until(lambda: cache.engine.lookup(TOKENS, ["Hot"]) == len(TOKENS), "it was not lifted")
-        assert retrieve(cache) == NUM_CHUNKS
-
-
-class Clock:
-    """Seconds that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+        assert cache.retrieve(TOKENS) == len(TOKENS)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> HeldClock:
     """The clock of prefills in engines."""
-    made = Clock()
+    made = HeldClock()
     monkeypatch.setattr(engine_module, "PrefillRate", functools.partial(PrefillRate, clock=made))
     return made
 
@@ -162,7 +145,7 @@ def limit_of_a_chunk(
 
     with monkeypatch.context() as patched:
         patched.setattr(cache.manager, "get", noted)
-        retrieve(cache, tokens)
+        cache.retrieve(tokens)
     return limits[0]
 
 
@@ -170,15 +153,15 @@ def limit_of_a_chunk(
     ("num_stored", "num_tokens"), [(0, 64), (32, 64), (0, 64 + 5)], ids=["all", "rest", "unfull"]
 )
 def test_the_rate_is_learned_from_a_miss_and_the_store_that_follows(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, num_stored: int, num_tokens: int
+    clock: HeldClock, monkeypatch: pytest.MonkeyPatch, num_stored: int, num_tokens: int
 ) -> None:
     """Also of a chunk that is not stored because it is not whole: it was computed all the same."""
     tokens = tokens_of((0, 1, 0, 0, 1))[:num_tokens]
     with embedded_engine(save_unfull_chunk=False) as cache:
-        cache.engine.store(tokens[:num_stored], kvcaches=kv_of(tokens))
+        cache.store(tokens[:num_stored])
         assert limit_of_a_chunk(cache, monkeypatch, tokens) is None, "no miss came before"
-        clock.now += 0.5
-        cache.engine.store(tokens, kvcaches=kv_of(tokens))
+        clock.now_s += 0.5
+        cache.store(tokens)
         rate = (num_tokens - num_stored) / 0.5
         assert limit_of_a_chunk(cache, monkeypatch, tokens) == pytest.approx(CHUNK_SIZE / rate)
 
@@ -197,5 +180,5 @@ def test_the_configured_limit_holds_where_computing_is_slow(tmp_path: Path) -> N
     with hanging_engine(tmp_path, NEVER_S, tier_timeout_s=0.1) as cache:
         store_cold(cache)
         hanging_tier(cache).hangs = True
-        assert retrieve(cache) == 0
+        assert cache.retrieve(TOKENS) == 0
         assert cache.engine.lookup(TOKENS) == 0

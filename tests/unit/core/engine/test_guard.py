@@ -18,8 +18,8 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.telemetry import FAILED_CALLS_TOTAL
 
 from tests.fixtures.embedded import Embedded, embedded_engine
-from tests.fixtures.kv import HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
-from tests.fixtures.prompts import kv_of, tokens_of
+from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, empty_kv
+from tests.fixtures.prompts import tokens_of
 from tests.suites.faults import ForwardingBackend
 
 TOKENS = tokens_of((0, 1, 0, 1))
@@ -57,31 +57,23 @@ def failed(cache: Embedded) -> dict[str, int]:
     }
 
 
-def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
-    target = empty_kv(len(tokens))
-    loaded = cache.engine.retrieve(tokens, kvcaches=target)
-    if loaded.any():
-        assert_equal_prefix(target, kv_of(tokens), int(loaded.sum()))
-    return int(loaded.sum())
-
-
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
 def test_a_failing_copy_is_a_miss_where_errors_are_handled(
     failure: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     connector = BreakingConnector()
     with embedded_engine(connector=connector, error_handling=True) as cache:
-        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        cache.store(TOKENS)
         connector.failure, connector.num_good = failure, 2
-        assert retrieve(cache) == 0, "chunks copied before count for nothing"
+        assert cache.retrieve(TOKENS, 2 * CHUNK_SIZE) == 0, "chunks copied before count for nothing"
         connector.num_good = 2
-        cache.engine.store(OTHER, kvcaches=kv_of(OTHER))
+        cache.store(OTHER)
         assert failed(cache) == {"retrieve": 1, "store": 1}
         assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
         cache.check_nothing_held()
         connector.failure = None
         assert cache.engine.lookup(OTHER) == 0, "a failed store keeps nothing"
-        assert retrieve(cache) == len(TOKENS)
+        assert cache.retrieve(TOKENS) == len(TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +86,10 @@ def test_a_failing_copy_is_raised_where_errors_are_not_handled_and_an_interrupt_
 ) -> None:
     connector = BreakingConnector()
     with embedded_engine(connector=connector, error_handling=handles_errors) as cache:
-        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        cache.store(TOKENS)
         for call in (
-            lambda: retrieve(cache),
-            lambda: cache.engine.store(OTHER, kvcaches=kv_of(OTHER)),
+            lambda: cache.retrieve(TOKENS),
+            lambda: cache.store(OTHER),
         ):
             connector.failure, connector.num_good = failure, 1
             with pytest.raises(type(failure)):
@@ -115,13 +107,13 @@ def test_a_failing_copy_is_raised_where_errors_are_not_handled_and_an_interrupt_
 def test_wrong_arguments_are_raised_either_way(error_handling: bool, failure: Exception) -> None:
     connector = BreakingConnector()
     with embedded_engine(connector=connector, error_handling=error_handling) as cache:
-        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        cache.store(TOKENS)
         connector.failure, connector.num_good = failure, 1
         with pytest.raises(ValueError, match=str(failure)):
-            retrieve(cache)
+            cache.retrieve(TOKENS)
         connector.num_good = 1
         with pytest.raises(ValueError, match=str(failure)):
-            cache.engine.store(OTHER, kvcaches=kv_of(OTHER))
+            cache.store(OTHER)
         connector.failure = None
         with pytest.raises(ValueError, match="multiple of the chunk size"):
             cache.engine.retrieve(
@@ -146,13 +138,13 @@ def test_a_broken_store_fails_the_call_that_needs_it(
         raise ConnectionError("a bug")
 
     with embedded_engine(error_handling=error_handling) as cache:
-        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        cache.store(TOKENS)
         monkeypatch.setattr(cache.manager, method, fail)
         num_failed = 0
         for call in (
-            lambda: retrieve(cache),
+            lambda: cache.retrieve(TOKENS),
             lambda: cache.engine.lookup(OTHER),
-            lambda: cache.engine.store(OTHER, kvcaches=kv_of(OTHER)),
+            lambda: cache.store(OTHER),
             lambda: cache.engine.prefetch(OTHER),
         ):
             try:
@@ -164,7 +156,7 @@ def test_a_broken_store_fails_the_call_that_needs_it(
         assert num_failed == 1
         cache.check_nothing_held()
         monkeypatch.undo()
-        assert retrieve(cache) == len(TOKENS)
+        assert cache.retrieve(TOKENS) == len(TOKENS)
 
 
 @pytest.mark.parametrize("error_handling", [True, False])

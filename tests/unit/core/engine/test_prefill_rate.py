@@ -13,31 +13,25 @@ from lmcache_core.engine.prefill_rate import (
     PrefillRate,
 )
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fixtures.held_clock import HeldClock
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> HeldClock:
+    return HeldClock()
 
 
 @pytest.fixture
-def rate(clock: Clock) -> PrefillRate:
+def rate(clock: HeldClock) -> PrefillRate:
     return PrefillRate(clock=clock)
 
 
-def test_the_last_miss_of_a_chunk_counts(rate: PrefillRate, clock: Clock) -> None:
+def test_the_last_miss_of_a_chunk_counts(rate: PrefillRate, clock: HeldClock) -> None:
     """The first request may have been aborted."""
     rate.missed("k")
-    clock.now += 30.0
+    clock.now_s += 30.0
     rate.missed("k")
-    clock.now += 0.1
+    clock.now_s += 0.1
     rate.stored("k", 100)
     assert rate.tokens_per_s == pytest.approx(1000)
 
@@ -67,23 +61,23 @@ def test_a_faster_rate_is_adopted_sooner_than_a_slower_one(rate: PrefillRate) ->
     assert rate.tokens_per_s == pytest.approx(before + FALL * (100 - before))
 
 
-def test_misses_without_a_store_are_bounded(rate: PrefillRate, clock: Clock) -> None:
+def test_misses_without_a_store_are_bounded(rate: PrefillRate, clock: HeldClock) -> None:
     for number in range(MAX_OPEN_PREFILLS + 1):
         rate.missed(number)
-    clock.now += 1.0
+    clock.now_s += 1.0
     rate.stored(0, 100)
     assert rate.tokens_per_s is None, "the oldest went"
     rate.stored(1, 100)
     assert rate.tokens_per_s == pytest.approx(100)
 
 
-def test_only_a_store_after_a_miss_is_measured(rate: PrefillRate, clock: Clock) -> None:
+def test_only_a_store_after_a_miss_is_measured(rate: PrefillRate, clock: HeldClock) -> None:
     rate.missed("k")
-    clock.now += 0.5
+    clock.now_s += 0.5
     rate.stored("other", 1000)
     assert rate.tokens_per_s is None
     rate.stored("k", 1000)
     known = rate.tokens_per_s
-    clock.now += 7.0
+    clock.now_s += 7.0
     rate.stored("k", 1000)
     assert rate.tokens_per_s == known, "a miss counts once"
