@@ -10,40 +10,38 @@ from typing import Any
 import pytest
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
-from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 
 from tests.fixtures.chains import chain_of
 from tests.fixtures.frames import HELLO
-from tests.fixtures.scripted_sidecar import Answer, ScriptedSidecar, scripted_sidecar
+from tests.fixtures.scripted_sidecar import (
+    PATIENCE_S,
+    Answer,
+    ScriptedSidecar,
+    scripted_sidecar,
+    store_at,
+)
 from tests.fixtures.waiting import wait_until
 
-TIMEOUT_S = 60.0
 CHAINS = [chain_of(range(3)), chain_of(range(2), world_size=2)]
 
 
 @contextlib.contextmanager
-def store_at(
-    directory: Path,
-    answer: Answer | Callable[[Any], Answer],
-    timeout_s: float = TIMEOUT_S,
-    **options: Any,
+def answered(
+    directory: Path, answer: Answer | Callable[[Any], Answer], **options: Any
 ) -> Iterator[tuple[SidecarChunkStore, ScriptedSidecar]]:
     """A client of a sidecar that answers everything but HELLO so."""
-    with scripted_sidecar(directory, lambda request: None) as sidecar:
 
-        def script(request: m.Message) -> Answer:
-            if isinstance(request, m.Hello):
-                return sidecar.welcome()
-            return answer(request) if callable(answer) else answer
+    def script(request: m.Message) -> Answer:
+        if isinstance(request, m.Hello):
+            return None
+        return answer(request) if callable(answer) else answer
 
-        sidecar.script = script
-        store = SidecarChunkStore(sidecar.path, HELLO, timeout_s, Counters(), **options)
-        store.open(lambda salt: None)
-        try:
-            yield store, sidecar
-        finally:
-            store.close()
+    with (
+        scripted_sidecar(directory, script) as sidecar,
+        store_at(sidecar.path, **options) as store,
+    ):
+        yield store, sidecar
 
 
 @pytest.mark.parametrize(
@@ -61,7 +59,7 @@ def store_at(
     ],
 )
 def test_impossible_answer_ends_the_connection(tmp_path: Path, answer: Answer) -> None:
-    with store_at(tmp_path, answer) as (store, sidecar):
+    with answered(tmp_path, answer) as (store, sidecar):
         assert store.stage("t", CHAINS) is None
         wait_until(lambda: sidecar.num_ended == 1)
 
@@ -72,7 +70,7 @@ def test_long_question_is_cut_to_one_message(tmp_path: Path) -> None:
     def all_there(request: m.Stage) -> m.Promise:
         return m.Promise(True, tuple(b"\1" * (len(hashes) // 32) for _, hashes in request.chains))
 
-    with store_at(tmp_path, all_there) as (store, _):
+    with answered(tmp_path, all_there) as (store, _):
         staged = store.stage("t", [wide, narrow])
         assert staged is not None
         num_asked = m.MAX_STAGE_KEYS // 4
@@ -85,7 +83,7 @@ def test_long_question_is_cut_to_one_message(tmp_path: Path) -> None:
 
 def test_sidecar_that_takes_no_description_is_not_used(tmp_path: Path) -> None:
     described = m.Describe("vllm", "m", 1, 16, bytes(32), ("",))
-    with store_at(tmp_path, m.ErrorMessage("protocol", "no"), describe=lambda salt: described) as (
+    with answered(tmp_path, m.ErrorMessage("protocol", "no"), describe=lambda salt: described) as (
         store,
         sidecar,
     ):
@@ -97,14 +95,14 @@ def test_sidecar_that_takes_no_description_is_not_used(tmp_path: Path) -> None:
 def test_good_answer_is_believed(tmp_path: Path) -> None:
     """Also one with a tier of a later version."""
     tiers = (b"\1\x63\0", b"\2\2")
-    with store_at(tmp_path, m.Promise(True, tiers)) as (store, sidecar):
+    with answered(tmp_path, m.Promise(True, tiers)) as (store, sidecar):
         assert store.stage("t", CHAINS, is_prefix=False, recompute_s=0.5) == Staged(True, tiers)
         runs = tuple(enumerate(chain.hashes for chain in CHAINS))
-        assert sidecar.requests[-1] == m.Stage("t", runs, False, int(TIMEOUT_S * 1000), 500_000)
+        assert sidecar.requests[-1] == m.Stage("t", runs, False, int(PATIENCE_S * 1000), 500_000)
 
 
 def test_silence_after_unstage_is_not_waited_for(tmp_path: Path) -> None:
-    with store_at(tmp_path, b"") as (store, sidecar):
+    with answered(tmp_path, b"") as (store, sidecar):
         store.unstage(["t"] * (m.MAX_NAMES + 1))
         store.unstage(["t"])
         wait_until(lambda: len(sidecar.requests) == 4)

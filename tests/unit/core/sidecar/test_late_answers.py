@@ -15,31 +15,34 @@ from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar import connection as connection_module
 from lmcache_core.sidecar.connection import MAX_UNANSWERED, QUICK_S, Question, SidecarConnection
 from lmcache_core.sidecar.store import CALL_MARGIN_S
-from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 
 from tests.fixtures.chains import chain_of, keys_by_chunk
 from tests.fixtures.frames import HELLO
 from tests.fixtures.held_clock import HeldClock
-from tests.fixtures.scripted_sidecar import Answer, ScriptedSidecar, scripted_sidecar
+from tests.fixtures.scripted_sidecar import (
+    PATIENCE_S,
+    Answer,
+    ScriptedSidecar,
+    scripted_sidecar,
+    store_at,
+)
 from tests.fixtures.waiting import wait_until
 
 CHAINS = [chain_of(range(3))]
 GOOD, UNKNOWN = Staged(True, (b"\1\1\0",)), Staged(False, ())
 MUCH_S = 1000.0
-PATIENCE_S = 60.0
 
 
 class Held:
     """Answers only HELLO until `go` is set."""
 
-    def __init__(self, sidecar: ScriptedSidecar) -> None:
+    def __init__(self) -> None:
         self.go = threading.Event()
-        self._sidecar = sidecar
 
     def __call__(self, request: m.Message) -> Answer:
         if isinstance(request, m.Hello):
-            return self._sidecar.welcome()
+            return None
         self.go.wait(PATIENCE_S)
         match request:
             case m.Stage():
@@ -56,21 +59,17 @@ def held(
     directory: Path, timeout_s: float = PATIENCE_S
 ) -> Iterator[tuple[SidecarChunkStore, ScriptedSidecar, threading.Event]]:
     with scripted_sidecar(directory, lambda request: None) as sidecar:
-        sidecar.script = script = Held(sidecar)
-        store = SidecarChunkStore(sidecar.path, HELLO, timeout_s, Counters())
-        store.open(lambda salt: None)
-        try:
-            yield store, sidecar, script.go
-        finally:
-            script.go.set()
-            store.close()
+        sidecar.script = script = Held()
+        with store_at(sidecar.path, timeout_s) as store:
+            try:
+                yield store, sidecar, script.go
+            finally:
+                script.go.set()
 
 
 @contextlib.contextmanager
-def connected(
-    sidecar: ScriptedSidecar, timeout_s: float = PATIENCE_S
-) -> Iterator[SidecarConnection]:
-    connection = SidecarConnection(sidecar.path, HELLO, timeout_s)
+def connected(sidecar: ScriptedSidecar) -> Iterator[SidecarConnection]:
+    connection = SidecarConnection(sidecar.path, HELLO, PATIENCE_S)
     connection.open()
     try:
         yield connection
@@ -281,7 +280,7 @@ def test_answer_is_timed_when_it_arrives(
 ) -> None:
     """Another thread may read it along with its own; the probing thread looks later."""
     with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
-        sidecar.script = script = Held(sidecar)
+        sidecar.script = script = Held()
         script.go.set()
         with connected(sidecar) as connection:
             await_answer = connection.await_answer
@@ -308,14 +307,12 @@ def test_connection_is_measured_when_it_is_made(tmp_path: Path, clock: HeldClock
             return m.Pong()
 
         sidecar.script = script
-        store = SidecarChunkStore(sidecar.path, HELLO, PATIENCE_S, Counters())
-        store.open(lambda salt: None)
-        try:
-            wait_until(lambda: m.Ping() in sidecar.requests)
-            assert not store.is_worth(0.0)
-            assert store.is_worth(MUCH_S)
-            may_answer.set()
-            wait_until(lambda: store.is_worth(0.0))
-        finally:
-            may_answer.set()
-            store.close()
+        with store_at(sidecar.path) as store:
+            try:
+                wait_until(lambda: m.Ping() in sidecar.requests)
+                assert not store.is_worth(0.0)
+                assert store.is_worth(MUCH_S)
+                may_answer.set()
+                wait_until(lambda: store.is_worth(0.0))
+            finally:
+                may_answer.set()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,26 +11,19 @@ from lmcache_core.record import payload_digest, raw_header
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.record.codec import encode_head
 from lmcache_core.sidecar import SidecarChunkStore
-from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 
-from tests.fixtures.frames import HELLO
-from tests.fixtures.scripted_sidecar import ARENA_BYTES, Answer, ScriptedSidecar, scripted_sidecar
+from tests.fixtures.scripted_sidecar import (
+    ARENA_BYTES,
+    PATIENCE_S,
+    Answer,
+    scripted_sidecar,
+    store_at,
+)
 from tests.fixtures.waiting import wait_until
 
 KEY = CacheEngineKey("vllm", "m", 1, 0, "00" * 32)
 CHUNK_BYTES = 64
-PATIENCE_S = 60.0
-
-
-@contextlib.contextmanager
-def store_at(sidecar: ScriptedSidecar) -> Iterator[SidecarChunkStore]:
-    store = SidecarChunkStore(sidecar.path, HELLO, PATIENCE_S, Counters(), loads_beside=True)
-    store.open(lambda salt: None)
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def loaded(handle: int) -> m.Extents:
@@ -81,7 +72,10 @@ def test_store_does_not_wait_for_a_long_load(tmp_path: Path) -> None:
             said.append((threading.get_ident(), request))
         return usual(request)
 
-    with scripted_sidecar(tmp_path, script) as sidecar, store_at(sidecar) as store:
+    with (
+        scripted_sidecar(tmp_path, script) as sidecar,
+        store_at(sidecar.path, loads_beside=True) as store,
+    ):
         assert sidecar.num_connections == 2
         with ThreadPoolExecutor(1) as pool:
             load = pool.submit(can_load, store)
@@ -97,7 +91,10 @@ def test_store_does_not_wait_for_a_long_load(tmp_path: Path) -> None:
 
 def test_loss_of_a_sidecar_is_noticed_for_loads_too(tmp_path: Path) -> None:
     """A store finds it out. The next load, maybe much later, finds the sidecar that followed."""
-    with scripted_sidecar(tmp_path, usual) as first, store_at(first) as store:
+    with (
+        scripted_sidecar(tmp_path, usual) as first,
+        store_at(first.path, loads_beside=True) as store,
+    ):
         assert can_load(store)
         first.close()
         first.path.unlink()
@@ -119,7 +116,10 @@ def test_connection_that_is_given_up_takes_no_other_with_it(tmp_path: Path) -> N
             loaded_by.append(threading.get_ident())
         return usual(request)
 
-    with scripted_sidecar(tmp_path, script) as sidecar, store_at(sidecar) as store:
+    with (
+        scripted_sidecar(tmp_path, script) as sidecar,
+        store_at(sidecar.path, loads_beside=True) as store,
+    ):
         assert can_load(store)
         assert not can_reserve(store), "memory outside of the arena"
         wait_until(lambda: sidecar.num_ended == 1)

@@ -10,15 +10,12 @@ import pytest
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar import store as store_module
-from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 
-from tests.fixtures.frames import HELLO
 from tests.fixtures.held_clock import HeldClock
-from tests.fixtures.scripted_sidecar import Answer, scripted_sidecar
+from tests.fixtures.scripted_sidecar import Answer, scripted_sidecar, store_at
 from tests.suites.chunks import make_chunk, make_key
 
-TIMEOUT_S = 60.0
 ANSWER_S = 25.0
 PAYLOAD = bytes(1000)
 
@@ -51,7 +48,7 @@ def test_requests_of_one_call_share_its_time(
     def script(request: m.Message) -> Answer:
         nonlocal num_loaded
         if isinstance(request, m.Hello):
-            return sidecar.welcome()
+            return None
         if isinstance(request, kind):
             clock.now_s += ANSWER_S
         if isinstance(request, m.Lookup):
@@ -63,15 +60,10 @@ def test_requests_of_one_call_share_its_time(
             return m.Extents((extent,))
         return m.Ok()
 
-    with scripted_sidecar(tmp_path, script) as sidecar:
-        store = SidecarChunkStore(sidecar.path, HELLO, TIMEOUT_S, Counters())
-        store.open(lambda salt: None)
-        try:
-            monkeypatch.setattr(m, "MAX_NAMES", 1)
-            monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=clock))
-            keys = [make_key(i).key for i in range(6)]
-            assert ask(store, keys) == 3, "the fourth request would be late"
-        finally:
-            store.close()
+    with scripted_sidecar(tmp_path, script) as sidecar, store_at(sidecar.path) as store:
+        monkeypatch.setattr(m, "MAX_NAMES", 1)
+        monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=clock))
+        keys = [make_key(i).key for i in range(6)]
+        assert ask(store, keys) == 3, "the fourth request would be late"
     asked = [request.deadline_ms for request in sidecar.requests if isinstance(request, kind)]  # type: ignore[attr-defined]
     assert asked == [60_000, 35_000, 10_000]
