@@ -17,12 +17,6 @@ POSSIBLE = {
 }
 
 
-def test_metadata_describe_the_kv():
-    metadata = LMCacheEngineMetadata("m", 1, 0, "vllm", "bfloat16", SHAPE)
-    assert metadata.layout_fingerprint() == "KV_BLOB/1;layers=4;sides=2;heads=8;head_size=64;"
-    assert (metadata.revision, metadata.adapter, metadata.layout) == ("", "", "")
-
-
 def test_torch_dtype_and_its_name_are_the_same():
     import torch
 

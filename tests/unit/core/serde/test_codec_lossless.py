@@ -59,16 +59,6 @@ def test_runs_of_any_length_come_back(coder: LosslessCoder, dtype: str, count: i
     assert decoded(coder, encoded(coder, raw, dtype, (count,)), len(raw)) == raw
 
 
-def test_several_blocks_come_back(coder: LosslessCoder) -> None:
-    shape = (2, 3, 200, 100)
-    raw = words(2 * 3 * 200 * 100, 2)
-    blob = encoded(coder, raw, "bfloat16", shape)
-    assert HEAD.unpack_from(blob)[5:] == (120_000, 0, 20_000, 0)
-    assert decoded(coder, blob, len(raw)) == raw
-    long = words(MAX_BLOCK_ELEMENTS + 5, 2)
-    assert decoded(coder, encoded(coder, long, "bfloat16", (len(long) // 2,)), len(long)) == long
-
-
 def altered(blob: bytes, at: int, layout: str, *numbers: int) -> bytes:
     return blob[:at] + struct.pack(layout, *numbers) + blob[at + struct.calcsize(layout) :]
 

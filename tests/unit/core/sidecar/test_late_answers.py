@@ -111,16 +111,6 @@ def test_question_waits_for_its_turn_on_the_connection(tmp_path: Path) -> None:
         assert [answer.result(PATIENCE_S) for answer in found] == [[True], [True]]
 
 
-def test_answer_that_saves_much_is_waited_for_and_asked_once(tmp_path: Path) -> None:
-    with held(tmp_path) as (store, sidecar, go):
-        for _ in range(20):
-            assert store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == UNKNOWN
-        go.set()
-        wait_until(lambda: is_good(store, "t"))
-        assert asked(sidecar) == ["HELLO", "STAGE"]
-        assert sidecar.num_connections == 1
-
-
 def test_late_sidecar_is_not_asked_for_little_until_it_is_quick(tmp_path: Path) -> None:
     with held(tmp_path) as (store, sidecar, go):
         assert store.stage("t", CHAINS, wait_s=0.0) == UNKNOWN

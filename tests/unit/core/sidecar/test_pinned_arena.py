@@ -141,15 +141,3 @@ def test_connections_of_a_client_share_a_mapping_and_a_forked_child_does_not(
         monkeypatch.setattr(os, "getpid", lambda: -1)
         assert mappings.of(second.arena_info) is not mapping
         monkeypatch.undo()
-
-
-def test_refused_memory_stays_pageable_and_works(tmp_path: Path, runtime: Runtime) -> None:
-    runtime.fails_at = 2
-    with (
-        running_socket(tmp_path, ARENA_BYTES) as sidecar,
-        store_at(sidecar.path, loads_beside=True) as store,
-    ):
-        store.pin_memory(DEVICE)
-        assert (runtime.registered, runtime.pending) == ({}, 0)
-        put(store)
-        get(store)
