@@ -1,16 +1,18 @@
-"""A failure inside the cache is a counted miss with `error_handling`, and raised without; nothing
-leaks.
+"""A failure inside the cache is a counted miss with `error_handling`, and raised without; wrong
+arguments are refused by every call; nothing leaks.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from lmcache_core.engine import LMCacheEngine
 from lmcache_core.errors import LayoutError, LMCacheError, UnavailableError
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import ChunkKey
@@ -19,7 +21,7 @@ from lmcache_core.telemetry import FAILED_CALLS_TOTAL
 
 from tests.fixtures.embedded import Embedded, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, empty_kv
-from tests.fixtures.prompts import tokens_of
+from tests.fixtures.prompts import kv_of, tokens_of
 from tests.suites.faults import ForwardingBackend
 
 TOKENS = tokens_of((0, 1, 0, 1))
@@ -175,3 +177,36 @@ def test_a_bug_of_a_tier_is_not_raised_as_a_wrong_argument(
             with pytest.raises(LMCacheError, match="no number") as raised:
                 cache.engine.lookup(TOKENS)
             assert not isinstance(raised.value, ValueError)
+
+
+IDS = list(range(100, 100 + 2 * CHUNK_SIZE))
+ID_TOKENS = torch.tensor(IDS)
+CALLS: dict[str, Callable[[LMCacheEngine, Any], object]] = {
+    "lookup": lambda engine, tokens: engine.lookup(tokens),
+    "retrieve": lambda engine, tokens: engine.retrieve(tokens, kvcaches=empty_kv(len(IDS))),
+    "store": lambda engine, tokens: engine.store(tokens, kvcaches=kv_of(ID_TOKENS)),
+    "prefetch": lambda engine, tokens: engine.prefetch(tokens),
+}
+NO_TOKENS: dict[str, Any] = {
+    "negative": np.array([-1, *IDS[1:]], np.int16),
+    "above 2^64": [1 << 64, *IDS[1:]],
+    "None inside": [None, *IDS[1:]],
+    "None": None,
+    "booleans": np.ones(len(IDS), np.bool_),
+    "bfloat16": torch.tensor(IDS, dtype=torch.bfloat16),
+    "text": "x" * len(IDS),
+    "two dimensions": ID_TOKENS[None],
+    "rows of several lengths": [[1, 2], [3]],
+    "a generator": (token for token in IDS),
+    "on no device": torch.empty(len(IDS), dtype=torch.int64, device="meta"),
+}
+
+
+@pytest.mark.parametrize("handles_errors", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_anything_but_token_ids_is_refused_by_every_call(call: str, handles_errors: bool) -> None:
+    with embedded_engine(error_handling=handles_errors) as cache:
+        for form, tokens in NO_TOKENS.items():
+            with pytest.raises(ValueError, match="token"):
+                CALLS[call](cache.engine, tokens)
+            assert cache.hot.stats()["num_chunks"] == 0, form
