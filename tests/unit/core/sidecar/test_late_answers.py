@@ -111,22 +111,6 @@ def test_question_waits_for_its_turn_on_the_connection(tmp_path: Path) -> None:
         assert [answer.result(PATIENCE_S) for answer in found] == [[True], [True]]
 
 
-def test_late_sidecar_is_not_asked_for_little_until_it_is_quick(tmp_path: Path) -> None:
-    with held(tmp_path) as (store, sidecar, go):
-        assert store.stage("t", CHAINS, wait_s=0.0) == UNKNOWN
-        wait_until(lambda: store.stage("t", CHAINS, wait_s=0.0) is None)
-        assert not store.is_worth(0.0)
-        assert store.is_worth(MUCH_S)
-        for number in range(100):
-            assert store.stage(f"t{number}", CHAINS, wait_s=0.0) is None
-            store.unstage([f"t{number}"])
-        assert asked(sidecar).count("STAGE") == 1
-        go.set()
-        wait_until(lambda: store.is_worth(0.0))
-        wait_until(lambda: is_good(store, "u"))
-        assert sidecar.num_connections == 1, "a late answer has cost a connection"
-
-
 def test_sidecar_that_never_answers_is_given_up_in_the_background(tmp_path: Path) -> None:
     with held(tmp_path, timeout_s=0.2) as (store, sidecar, go):
         assert store.stage("t", CHAINS, wait_s=0.0) == UNKNOWN
