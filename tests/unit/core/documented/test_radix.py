@@ -7,9 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from lmcache_core.documented import radix
-from lmcache_core.token_database import ChunkedTokenDatabase, MultimodalSpan, RadixTokenDatabase
+from lmcache_core.token_database import MultimodalSpan, RadixTokenDatabase
 
 from tests.suites.token_database_suite import CHUNK_SIZE, METADATA, make_config, named
 
@@ -81,20 +80,3 @@ def test_a_full_tree_is_started_over(num_hashed):
 def test_a_bound_below_one_chunk_is_refused():
     with pytest.raises(ValueError, match=r"max_tokens=3.*4 tokens"):
         RadixTokenDatabase(make_config(), METADATA, max_tokens=3)
-
-
-def test_another_salt_is_another_tree(database, num_hashed):
-    named(database, range(12))
-    database.use_salt("tenant-a")
-    num_hashed()
-    assert named(database, range(12)) == named(
-        ChunkedTokenDatabase(make_config("tenant-a"), METADATA), range(12)
-    )
-    assert num_hashed() == 3
-
-
-def test_masked_chunks_become_known(database, num_hashed):
-    named(database, range(12), torch.arange(12) >= 8)
-    assert num_hashed() == 3
-    named(database, range(12))
-    assert num_hashed() == 0

@@ -1,5 +1,5 @@
 """Embedded tiers that block, fail to open, or are gone: no errors, bounded waits, nothing left
-running.
+running; and engines that are closed and opened again.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,13 +19,16 @@ from lmcache_core.engine import LMCacheEngineBuilder
 from lmcache_core.errors import ConfigError
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import ChunkKey
+from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import Allocate, Result
 from lmcache_core.storage import manager
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.disk.layout import DiskLayout
+from lmcache_core.storage.disk.lock import DirectoryLock
 from lmcache_core.storage.manager import MAX_PREFETCHES
 from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL
 
-from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, until
+from tests.fixtures.embedded import PATIENT, Embedded, build_engine, embedded_engine, until
 from tests.fixtures.kv import (
     CHUNK_SIZE,
     HIDDEN,
@@ -35,6 +39,8 @@ from tests.fixtures.kv import (
     random_kv,
     tokens_of,
 )
+from tests.fixtures.prompts import CHUNK_BYTES, kv_of
+from tests.fixtures.prompts import tokens_of as prompt
 from tests.suites.faults import ForwardingBackend
 
 TOKENS, OTHER = tokens_of(4 * CHUNK_SIZE), tokens_of(4 * CHUNK_SIZE, 9)
@@ -157,3 +163,61 @@ def test_an_engine_that_cannot_open_leaves_nothing_running(tmp_path: Path) -> No
         LMCacheEngineBuilder.destroy("owner")
     LMCacheEngineBuilder.get_or_create("rival", config, make_metadata(), connector)
     LMCacheEngineBuilder.destroy("rival")
+
+
+STORED = prompt((0, 1, 2))
+
+
+def test_closing_reads_no_secret_again(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    engine = build_engine(
+        HostMemoryAllocator(CHUNK_BYTES),
+        remote_url="lm://127.0.0.1:9",
+        remote_token_file=str(token),
+    )
+    engine.open()
+    token.unlink()
+    engine.close()
+    with pytest.raises(ConfigError, match="remote_token_file"):
+        engine.open()
+    token.write_text("another")
+    engine.open()
+    engine.close()
+
+
+def test_an_engine_that_could_not_open_works_once_it_can(tmp_path: Path) -> None:
+    lock = DirectoryLock(DiskLayout(tmp_path).lock)
+    lock.acquire()
+    engine = build_engine(
+        HostMemoryAllocator(8 * CHUNK_BYTES),
+        tmp_path,
+        tier_timeout_s=60.0,
+        prefill_tokens_per_s=0.001,
+    )
+    with pytest.raises(ConfigError, match="in use by another process"):
+        engine.open()
+    lock.release()
+    engine.open()
+    engine.store(STORED, kvcaches=kv_of(STORED))
+    engine.close()
+    with embedded_engine(tmp_path, tier_timeout_s=60.0, prefill_tokens_per_s=0.001) as cache:
+        assert cache.engine.lookup(STORED) == len(STORED)
+
+
+def test_a_released_directory_is_free_while_a_forked_child_has_its_lock_open(
+    tmp_path: Path,
+) -> None:
+    """As a child does between the fork and its first instruction."""
+    lock, other = DirectoryLock(tmp_path / "lock"), DirectoryLock(tmp_path / "lock")
+    lock.acquire()
+    [fd] = [
+        int(link.name)
+        for link in Path("/proc/self/fd").iterdir()
+        if link.is_symlink() and link.readlink() == tmp_path / "lock"
+    ]
+    copy = os.dup(fd)
+    lock.release()
+    other.acquire()
+    other.release()
+    os.close(copy)

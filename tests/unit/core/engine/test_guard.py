@@ -1,16 +1,18 @@
-"""A failure inside the cache is a counted miss with `error_handling`, and raised without; nothing
-leaks.
+"""A failure inside the cache is a counted miss with `error_handling`, and raised without; wrong
+arguments are refused by every call; nothing leaks.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from lmcache_core.engine import LMCacheEngine
 from lmcache_core.errors import LayoutError, LMCacheError, UnavailableError
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector
 from lmcache_core.keys import ChunkKey
@@ -18,7 +20,7 @@ from lmcache_core.memory.base import MemoryObj
 from lmcache_core.telemetry import FAILED_CALLS_TOTAL
 
 from tests.fixtures.embedded import Embedded, embedded_engine
-from tests.fixtures.kv import HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
+from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, empty_kv
 from tests.fixtures.prompts import kv_of, tokens_of
 from tests.suites.faults import ForwardingBackend
 
@@ -57,31 +59,23 @@ def failed(cache: Embedded) -> dict[str, int]:
     }
 
 
-def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
-    target = empty_kv(len(tokens))
-    loaded = cache.engine.retrieve(tokens, kvcaches=target)
-    if loaded.any():
-        assert_equal_prefix(target, kv_of(tokens), int(loaded.sum()))
-    return int(loaded.sum())
-
-
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
 def test_a_failing_copy_is_a_miss_where_errors_are_handled(
     failure: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     connector = BreakingConnector()
     with embedded_engine(connector=connector, error_handling=True) as cache:
-        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        cache.store(TOKENS)
         connector.failure, connector.num_good = failure, 2
-        assert retrieve(cache) == 0, "chunks copied before count for nothing"
+        assert cache.retrieve(TOKENS, 2 * CHUNK_SIZE) == 0, "chunks copied before count for nothing"
         connector.num_good = 2
-        cache.engine.store(OTHER, kvcaches=kv_of(OTHER))
+        cache.store(OTHER)
         assert failed(cache) == {"retrieve": 1, "store": 1}
         assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
         cache.check_nothing_held()
         connector.failure = None
         assert cache.engine.lookup(OTHER) == 0, "a failed store keeps nothing"
-        assert retrieve(cache) == len(TOKENS)
+        assert cache.retrieve(TOKENS) == len(TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +88,10 @@ def test_a_failing_copy_is_raised_where_errors_are_not_handled_and_an_interrupt_
 ) -> None:
     connector = BreakingConnector()
     with embedded_engine(connector=connector, error_handling=handles_errors) as cache:
-        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        cache.store(TOKENS)
         for call in (
-            lambda: retrieve(cache),
-            lambda: cache.engine.store(OTHER, kvcaches=kv_of(OTHER)),
+            lambda: cache.retrieve(TOKENS),
+            lambda: cache.store(OTHER),
         ):
             connector.failure, connector.num_good = failure, 1
             with pytest.raises(type(failure)):
@@ -115,13 +109,13 @@ def test_a_failing_copy_is_raised_where_errors_are_not_handled_and_an_interrupt_
 def test_wrong_arguments_are_raised_either_way(error_handling: bool, failure: Exception) -> None:
     connector = BreakingConnector()
     with embedded_engine(connector=connector, error_handling=error_handling) as cache:
-        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        cache.store(TOKENS)
         connector.failure, connector.num_good = failure, 1
         with pytest.raises(ValueError, match=str(failure)):
-            retrieve(cache)
+            cache.retrieve(TOKENS)
         connector.num_good = 1
         with pytest.raises(ValueError, match=str(failure)):
-            cache.engine.store(OTHER, kvcaches=kv_of(OTHER))
+            cache.store(OTHER)
         connector.failure = None
         with pytest.raises(ValueError, match="multiple of the chunk size"):
             cache.engine.retrieve(
@@ -146,13 +140,13 @@ def test_a_broken_store_fails_the_call_that_needs_it(
         raise ConnectionError("a bug")
 
     with embedded_engine(error_handling=error_handling) as cache:
-        cache.engine.store(TOKENS, kvcaches=kv_of(TOKENS))
+        cache.store(TOKENS)
         monkeypatch.setattr(cache.manager, method, fail)
         num_failed = 0
         for call in (
-            lambda: retrieve(cache),
+            lambda: cache.retrieve(TOKENS),
             lambda: cache.engine.lookup(OTHER),
-            lambda: cache.engine.store(OTHER, kvcaches=kv_of(OTHER)),
+            lambda: cache.store(OTHER),
             lambda: cache.engine.prefetch(OTHER),
         ):
             try:
@@ -164,7 +158,7 @@ def test_a_broken_store_fails_the_call_that_needs_it(
         assert num_failed == 1
         cache.check_nothing_held()
         monkeypatch.undo()
-        assert retrieve(cache) == len(TOKENS)
+        assert cache.retrieve(TOKENS) == len(TOKENS)
 
 
 @pytest.mark.parametrize("error_handling", [True, False])
@@ -183,3 +177,36 @@ def test_a_bug_of_a_tier_is_not_raised_as_a_wrong_argument(
             with pytest.raises(LMCacheError, match="no number") as raised:
                 cache.engine.lookup(TOKENS)
             assert not isinstance(raised.value, ValueError)
+
+
+IDS = list(range(100, 100 + 2 * CHUNK_SIZE))
+ID_TOKENS = torch.tensor(IDS)
+CALLS: dict[str, Callable[[LMCacheEngine, Any], object]] = {
+    "lookup": lambda engine, tokens: engine.lookup(tokens),
+    "retrieve": lambda engine, tokens: engine.retrieve(tokens, kvcaches=empty_kv(len(IDS))),
+    "store": lambda engine, tokens: engine.store(tokens, kvcaches=kv_of(ID_TOKENS)),
+    "prefetch": lambda engine, tokens: engine.prefetch(tokens),
+}
+NO_TOKENS: dict[str, Any] = {
+    "negative": np.array([-1, *IDS[1:]], np.int16),
+    "above 2^64": [1 << 64, *IDS[1:]],
+    "None inside": [None, *IDS[1:]],
+    "None": None,
+    "booleans": np.ones(len(IDS), np.bool_),
+    "bfloat16": torch.tensor(IDS, dtype=torch.bfloat16),
+    "text": "x" * len(IDS),
+    "two dimensions": ID_TOKENS[None],
+    "rows of several lengths": [[1, 2], [3]],
+    "a generator": (token for token in IDS),
+    "on no device": torch.empty(len(IDS), dtype=torch.int64, device="meta"),
+}
+
+
+@pytest.mark.parametrize("handles_errors", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_anything_but_token_ids_is_refused_by_every_call(call: str, handles_errors: bool) -> None:
+    with embedded_engine(error_handling=handles_errors) as cache:
+        for form, tokens in NO_TOKENS.items():
+            with pytest.raises(ValueError, match="token"):
+                CALLS[call](cache.engine, tokens)
+            assert cache.hot.stats()["num_chunks"] == 0, form

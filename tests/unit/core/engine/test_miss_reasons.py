@@ -23,29 +23,11 @@ NUM_CHUNKS = 4
 SHAPE = (2, NUM_LAYERS, CHUNK_SIZE, HIDDEN)
 
 
-def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
-    """Return how many chunks come back, and check what they hold. A part of a damaged chunk may
-    follow them.
-    """
-    target = empty_kv(len(tokens))
-    num = int(cache.engine.retrieve(tokens, kvcaches=target).sum())
-    assert_equal_prefix(
-        tuple((k[:num], v[:num]) for k, v in target),
-        tuple((k[:num], v[:num]) for k, v in kv_of(tokens)),
-        num,
-    )
-    return num // CHUNK_SIZE
-
-
-def store(cache: Embedded, tokens: torch.Tensor = TOKENS) -> None:
-    cache.engine.store(tokens, kvcaches=kv_of(tokens))
-
-
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_never_stored(tmp_path: Path, has_disk: bool) -> None:
     with patient_engine(tmp_path if has_disk else None) as cache:
-        store(cache, TOKENS[: 2 * CHUNK_SIZE])
-        assert retrieve(cache) == 2
+        cache.store(TOKENS[: 2 * CHUNK_SIZE])
+        assert cache.retrieve(TOKENS) == 2 * CHUNK_SIZE
         assert cache.misses() == {"never_stored": 2}
         assert cache.engine.counters.value(RETRIEVED_CHUNKS_TOTAL, "memory") == 2
 
@@ -87,7 +69,7 @@ def test_layout(serde: str, spec: TensorSpec) -> None:
     """A record that is whole and has the right key, but is not the raw KV that is wanted."""
     with patient_engine() as cache:
         put(cache, cache.keys(TOKENS)[1], serde, spec)
-        store(cache)
+        cache.store(TOKENS)
         target = empty_kv(len(TOKENS))
         assert int(cache.engine.retrieve(TOKENS, kvcaches=target).sum()) == CHUNK_SIZE
         assert_equal_prefix(target, kv_of(TOKENS), CHUNK_SIZE)
@@ -98,16 +80,18 @@ def test_layout(serde: str, spec: TensorSpec) -> None:
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_corrupt_in_memory(tmp_path: Path, has_disk: bool) -> None:
     with patient_engine(tmp_path if has_disk else None, verify_hot="always") as cache:
-        store(cache)
+        cache.store(TOKENS)
         if has_disk:
             cache.drain()
         chunks = cache.manager.get(cache.keys(TOKENS))
         chunks[1].memory.byte_array[100] ^= 0x01
         cache.manager.release(chunks)
-        assert retrieve(cache) == 1
+        assert cache.retrieve(TOKENS, num_spoiled=CHUNK_SIZE) == CHUNK_SIZE
         assert cache.misses() == {"corrupt": NUM_CHUNKS - 1}
         cache.check_nothing_held()
-        assert retrieve(cache) == (NUM_CHUNKS if has_disk else 1), "the disk's copy is sound"
+        assert cache.retrieve(TOKENS) == (len(TOKENS) if has_disk else CHUNK_SIZE), (
+            "the disk's copy is sound"
+        )
 
 
 @pytest.mark.parametrize("is_opened_first", [True, False])
@@ -131,22 +115,22 @@ def test_unavailable_when_not_open(tmp_path: Path, is_opened_first: bool) -> Non
 def test_no_memory(tmp_path: Path) -> None:
     with patient_engine(tmp_path, num_chunks=6) as cache:
         for num in range(1, NUM_CHUNKS + 1):  # all together are more than may wait to be written
-            store(cache, TOKENS[: num * CHUNK_SIZE])
+            cache.store(TOKENS[: num * CHUNK_SIZE])
             cache.drain()
         cache.forget_hot()
         taken = cache.manager.reserve(cache.keys(TOKENS)[:4], [SHAPE] * 4, "float32")
-        assert retrieve(cache) == 2
+        assert cache.retrieve(TOKENS) == 2 * CHUNK_SIZE
         assert cache.misses() == {"no_memory": NUM_CHUNKS - 2}
         cache.manager.abort([memory for memory in taken if not isinstance(memory, NotLent)])
-        assert retrieve(cache) == NUM_CHUNKS
+        assert cache.retrieve(TOKENS) == len(TOKENS)
 
 
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_expired(tmp_path: Path, has_disk: bool) -> None:
     with patient_engine(tmp_path if has_disk else None, chunk_ttl_s=0.001) as cache:
-        store(cache)
+        cache.store(TOKENS)
         until(lambda: cache.engine.lookup(TOKENS) == 0)
-        assert retrieve(cache) == 0
+        assert cache.retrieve(TOKENS) == 0
         assert cache.misses() == {"expired": NUM_CHUNKS}
         assert cache.engine.lookup(TOKENS) == 0
         cache.check_nothing_held()

@@ -26,7 +26,7 @@ from lmcache_core.telemetry import (
 )
 
 from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, until
-from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, assert_equal_prefix, empty_kv
+from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS, empty_kv
 from tests.fixtures.prompts import CHUNK_BYTES, kv_of, tokens_of
 from tests.suites.faults import ForwardingBackend
 
@@ -41,26 +41,12 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Embedded]:
         yield opened
 
 
-def store(cache: Embedded, tokens: torch.Tensor = TOKENS) -> None:
-    cache.engine.store(tokens, kvcaches=kv_of(tokens))
-
-
-def retrieve(cache: Embedded, tokens: torch.Tensor = TOKENS) -> int:
-    """Return how many tokens come back, from the first."""
-    target = empty_kv(len(tokens))
-    loaded = cache.engine.retrieve(tokens, kvcaches=target)
-    num = int(loaded.sum())
-    assert loaded.tolist() == [i < num for i in range(len(tokens))]
-    assert_equal_prefix(target, kv_of(tokens), num)
-    return num
-
-
 def test_a_chunk_that_leaves_memory_in_the_middle_of_a_retrieve_comes_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After all chunks were found in memory, and before they are read."""
     with embedded_engine(tmp_path, **PATIENT) as cache:
-        store(cache)
+        cache.store(TOKENS)
         cache.drain()
         contains = cache.hot.contains_many
 
@@ -70,7 +56,7 @@ def test_a_chunk_that_leaves_memory_in_the_middle_of_a_retrieve_comes_from_the_d
             return found
 
         monkeypatch.setattr(cache.hot, "contains_many", overtaken)
-        assert retrieve(cache) == len(TOKENS)
+        assert cache.retrieve(TOKENS) == len(TOKENS)
         assert cache.engine.counters.value(RETRIEVED_TOKENS_TOTAL, "disk") == CHUNK_SIZE
         cache.check_nothing_held()
 
@@ -95,16 +81,16 @@ class EvictingConnector(VLLMNestedTupleGPUConnector):
 def test_chunks_being_copied_outlive_their_eviction() -> None:
     connector = EvictingConnector(HIDDEN, NUM_LAYERS)
     with embedded_engine(num_chunks=6, connector=connector) as cache:
-        store(cache)
+        cache.store(TOKENS)
         connector.cache = cache
-        assert retrieve(cache) == len(TOKENS)
+        assert cache.retrieve(TOKENS) == len(TOKENS)
         connector.cache = None
-        assert retrieve(cache) == 0
+        assert cache.retrieve(TOKENS) == 0
 
 
 def test_a_call_for_no_tokens_does_nothing(cache: Embedded) -> None:
     nothing = torch.empty(0, dtype=torch.int64)
-    store(cache, nothing)
+    cache.store(nothing)
     cache.engine.prefetch(nothing)
     assert cache.engine.lookup(nothing) == 0
     assert cache.engine.retrieve(nothing, kvcaches=empty_kv(0)).shape == (0,)
@@ -145,7 +131,7 @@ def test_close_abandons_writes_that_take_too_long(
     tmp_path: Path, gate: Gate, close_drain_s: float
 ) -> None:
     with embedded_engine(tmp_path, close_drain_s=close_drain_s, **PATIENT) as cache:
-        store(cache)
+        cache.store(TOKENS)
         until(lambda: gate.num_begun, "nothing is written")
         cache.engine.close()
         assert gate.num_written == 0
@@ -191,13 +177,13 @@ def test_a_read_during_a_close_leaves_nothing_in_memory(tmp_path: Path, close_ha
         tier_timeout_s=PATIENCE_S,
         close_drain_s=0.1,
     ) as cache:
-        store(cache)
+        cache.store(TOKENS)
         cache.drain()
         cache.hot.remove_many([ChunkKey.of(DEFAULT_TENANT, key) for key in cache.keys(TOKENS)[1:]])
         tier = cache.lower(Lingering)
         assert isinstance(tier, Lingering)
         loaded: list[int] = []
-        reading = threading.Thread(target=lambda: loaded.append(retrieve(cache)))
+        reading = threading.Thread(target=lambda: loaded.append(cache.retrieve(TOKENS)))
         reading.start()
         until(lambda: tier.num_reading == 1, "nothing is read")
         cache.engine.close()
@@ -217,24 +203,24 @@ def test_a_store_during_a_close_leaves_nothing_in_memory(monkeypatch: pytest.Mon
             return put_many(chunks)
 
         monkeypatch.setattr(cache.hot, "put_many", overtaken)
-        store(cache)
+        cache.store(TOKENS)
         assert cache.allocator.used_bytes == 0
 
 
 def test_a_store_without_room_for_all_chunks_keeps_the_first() -> None:
     with embedded_engine(num_chunks=3) as cache:
-        store(cache)
+        cache.store(TOKENS)
         assert cache.engine.counters.value(STORED_CHUNKS_TOTAL) == 3
         assert cache.engine.counters.value(UNSTORED_CHUNKS_TOTAL) == 1
-        assert retrieve(cache) == 3 * CHUNK_SIZE
+        assert cache.retrieve(TOKENS) == 3 * CHUNK_SIZE
 
 
 def test_store_does_not_wait_for_slow_tiers_and_close_does(tmp_path: Path, gate: Gate) -> None:
     with embedded_engine(tmp_path, close_drain_s=PATIENCE_S, **PATIENT) as cache:
-        store(cache)
-        assert retrieve(cache) == len(TOKENS), "chunks are hot at once"
+        cache.store(TOKENS)
+        assert cache.retrieve(TOKENS) == len(TOKENS), "chunks are hot at once"
         assert gate.num_written == 0
         gate.may_write.set()
     assert gate.num_written == NUM_CHUNKS
     with embedded_engine(tmp_path, **PATIENT) as cache:
-        assert retrieve(cache) == len(TOKENS)
+        assert cache.retrieve(TOKENS) == len(TOKENS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -107,12 +106,3 @@ def test_a_directory_is_owned_once(tmp_path):
         own_directory(tmp_path / "new")
     first.release()
     own_directory(tmp_path / "new").release()
-
-
-def test_permissions_of_a_generation_do_not_depend_on_the_umask(tmp_path):
-    before = os.umask(0o077)
-    try:
-        begin_generation(tmp_path, 9, 0o664)
-    finally:
-        os.umask(before)
-    assert generation_path(tmp_path, 9).stat().st_mode & 0o777 == 0o664

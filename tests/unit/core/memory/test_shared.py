@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 from lmcache_core.memory import attach_shared_arena, shared
-from lmcache_core.memory.arena_locks import generations_in, own_directory
+from lmcache_core.memory.arena_locks import generation_path, generations_in, own_directory
 from lmcache_core.memory.shared import ArenaFile, unlink_shared_arena
 
 from tests.fixtures.shared_arena import create_shared_arena
@@ -241,7 +241,8 @@ def test_permissions_do_not_depend_on_the_umask(tmp_path):
         made = create_shared_arena(tmp_path, SIZE)
     finally:
         os.umask(before)
-    assert stat.S_IMODE(made.path.stat().st_mode) == 0o660, "only owner and group"
+    for path in (made.path, generation_path(tmp_path, made.generation)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660, "only owner and group"
 
 
 def test_a_kernel_without_huge_pages_is_not_asked_for_them(tmp_path, monkeypatch):

@@ -37,11 +37,8 @@ def verifier(now_ms: int = NOW, **options: int) -> TicketVerifier:
     return TicketVerifier(KEYS, "peer-a", clock_at(now_ms), **options)
 
 
-def test_signed_ticket_is_read() -> None:
+def test_golden_ticket_is_signed_and_read() -> None:
     assert verifier().verify(make()) == Ticket("k1", "peer-a", "peer-b", "prod", NOW + 10_000)
-
-
-def test_golden_ticket() -> None:
     assert (
         make()
         == "v1.laJrMaZwZWVyLWGmcGVlci1ipHByb2TPAAABi8_ljxA.qRou_emqshTEsaglpaXSFXREGGUqtnRmjHCI1dz0aeg"  # noqa: E501
@@ -193,9 +190,3 @@ def test_keys_rotate_without_a_restart(
 def test_verifier_needs_an_instance_id() -> None:
     with pytest.raises(ValueError):
         TicketVerifier(KEYS, "not an id")
-
-
-def test_another_key_under_the_same_id_is_refused() -> None:
-    swapped = TicketVerifier({"k1": KEYS["k2"]}, "peer-a", clock_at(NOW))
-    with pytest.raises(AuthenticationError, match="code"):
-        swapped.verify(make("k1"))

@@ -1,5 +1,6 @@
-"""Losslessly encoded tensors: runs, blocks, frequencies, and blobs that no encoder writes. Any
-tensor and any damage: `tests/property/test_codec_round_trip.py` and `test_codec_fuzz.py`.
+"""Losslessly encoded tensors: runs, frequencies, and blobs that no encoder writes; and the tables
+of the other codecs. Any tensor and any damage: `tests/property/test_codec_round_trip.py` and
+`test_codec_fuzz.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lmcache_core.serde.lossless import (
     normalised,
 )
 from lmcache_core.serde.machine_code import load_loops
-from lmcache_core.serde.tables import TOTAL
+from lmcache_core.serde.tables import LEVELS, TOTAL, TableSet, bell_curves, flattened, reciprocals
 
 
 @pytest.fixture
@@ -57,16 +58,6 @@ def words(count: int, itemsize: int, seed: int = 0) -> bytes:
 def test_runs_of_any_length_come_back(coder: LosslessCoder, dtype: str, count: int) -> None:
     raw = words(count, DTYPE_ITEMSIZE[dtype])
     assert decoded(coder, encoded(coder, raw, dtype, (count,)), len(raw)) == raw
-
-
-def test_several_blocks_come_back(coder: LosslessCoder) -> None:
-    shape = (2, 3, 200, 100)
-    raw = words(2 * 3 * 200 * 100, 2)
-    blob = encoded(coder, raw, "bfloat16", shape)
-    assert HEAD.unpack_from(blob)[5:] == (120_000, 0, 20_000, 0)
-    assert decoded(coder, blob, len(raw)) == raw
-    long = words(MAX_BLOCK_ELEMENTS + 5, 2)
-    assert decoded(coder, encoded(coder, long, "bfloat16", (len(long) // 2,)), len(long)) == long
 
 
 def altered(blob: bytes, at: int, layout: str, *numbers: int) -> bytes:
@@ -108,3 +99,49 @@ def test_rare_symbols_have_room_in_the_frequencies() -> None:
         frequencies = normalised(counts)
         assert frequencies.sum() == TOTAL
         assert (frequencies > 0).all()
+
+
+def test_other_tables_have_another_id() -> None:
+    other = {levels: bell_curves().of(levels).frequencies.copy() for levels in LEVELS}
+    other[7][3, 7] -= 1
+    other[7][3, 8] += 1
+    assert TableSet(other).id != bell_curves().id
+    assert TableSet(dict(reversed(other.items()))).id == TableSet(other).id
+
+
+def test_reciprocals_divide_every_state() -> None:
+    """Quotients change at multiples of the frequency: there, next to them, at both ends and
+    anywhere.
+    """
+    rng = np.random.default_rng(0)
+    frequencies = np.arange(TOTAL + 1)
+    multipliers, shifts = reciprocals(frequencies)
+    assert (multipliers[0], shifts[0]) == (0, 0)
+    for frequency in range(1, TOTAL + 1):
+        quotients = rng.integers(0, ((1 << 31) - 1) // frequency + 1, 200, np.uint64)
+        last = (1 << 31) - 1
+        before = max(last // frequency * frequency - 1, 0)
+        ends = np.array([0, 1, last - 1, last, before], np.uint64)
+        multiples = quotients * np.uint64(frequency)
+        states = np.concatenate([multiples, multiples + np.uint64(frequency - 1), ends])
+        states = states[states < 1 << 31]
+        divided = (states * np.uint64(multipliers[frequency])) >> np.uint64(shifts[frequency])
+        np.testing.assert_array_equal(divided, states // np.uint64(frequency))
+
+
+def test_tables_that_cannot_code_are_refused() -> None:
+    rows = bell_curves().of(3).frequencies
+    for shape, at, change in ((0, 3, 1), (1, 0, -int(rows[1, 0])), (2, 0, -1)):
+        damaged = rows.copy()
+        damaged[shape, at] += change
+        with pytest.raises(SerdeError, match="tables for 3 levels"):
+            flattened(3, damaged)
+    shifted = rows.copy()
+    shifted[1, 3] += shifted[1, 0]
+    shifted[1, 0] = 0
+    with pytest.raises(SerdeError, match="every symbol some room"):
+        flattened(3, shifted)
+    with pytest.raises(SerdeError, match="tables for 3 levels"):
+        flattened(3, rows[:-1])
+    with pytest.raises(SerdeError, match="no tables for 5 levels"):
+        bell_curves().of(5)

@@ -71,20 +71,10 @@ def refuse(*_: object, **__: object) -> None:
     raise OSError(errno.EROFS, "Read-only file system")
 
 
-@pytest.fixture
-def read_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Makes everything that numba writes with fail from now on."""
-
-    def become() -> None:
-        monkeypatch.setattr(caching.tempfile, "TemporaryFile", refuse)
-        monkeypatch.setattr(caching.os, "makedirs", refuse)
-        monkeypatch.setattr(caching.IndexDataCacheFile, "_open_for_write", refuse)
-
-    return become
-
-
 def test_code_is_compiled_once_and_read_from_then_on(path: Path) -> None:
     first: Any = load(path)
+    options = {"nogil": True, "fastmath": False, "error_model": "numpy"}
+    assert first.targetoptions.items() >= options.items(), "IEEE 754, without the GIL"
     assert hits_and_misses(first) == (0, 1)
     assert first.is_kept
     assert list((path.parent / "__pycache__").glob("*.nbi"))
@@ -94,9 +84,11 @@ def test_code_is_compiled_once_and_read_from_then_on(path: Path) -> None:
 
 
 def test_code_is_compiled_and_not_kept_on_a_read_only_file_system(
-    path: Path, read_only: Callable[[], None]
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_only()
+    monkeypatch.setattr(caching.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(caching.os, "makedirs", refuse)
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_open_for_write", refuse)
     loop: Any = load(path)
     assert hits_and_misses(loop) == (0, 1)
     assert not loop.is_kept
@@ -382,14 +374,6 @@ def test_without_numba_the_command_names_what_to_install(
     monkeypatch.setattr(warm_up, "load_loops", missing)
     assert warm_up.main([]) == 2
     assert "./libs/lmcache_core[codec]" in capsys.readouterr().err
-
-
-def test_code_divides_as_ieee_754_says_and_releases_the_gil(path: Path) -> None:
-    path.write_text("def add(numbers, amount):\n    numbers[0] = amount // 1\n")
-    loop: Any = load(path)
-    assert loop.targetoptions["nogil"] is True
-    assert loop.targetoptions["fastmath"] is False
-    assert loop.targetoptions["error_model"] == "numpy"
 
 
 def test_code_of_another_source_is_not_used(path: Path) -> None:

@@ -88,12 +88,3 @@ def test_engine_holds_the_lock_during_a_store(
         assert seen
         assert not any(seen)
         assert is_over(where, generation)
-
-
-def test_lock_is_held_as_long_as_a_connection(sidecar: ScriptedSidecar, tmp_path: Path) -> None:
-    first, second = connected(sidecar), connected(sidecar)
-    assert not is_over(tmp_path, GENERATION)
-    first.close()
-    assert not is_over(tmp_path, GENERATION)
-    second.close()
-    assert is_over(tmp_path, GENERATION)

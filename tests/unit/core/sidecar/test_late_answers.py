@@ -15,31 +15,34 @@ from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar import connection as connection_module
 from lmcache_core.sidecar.connection import MAX_UNANSWERED, QUICK_S, Question, SidecarConnection
 from lmcache_core.sidecar.store import CALL_MARGIN_S
-from lmcache_core.telemetry import Counters
 from lmcache_core.wire import messages as m
 
 from tests.fixtures.chains import chain_of, keys_by_chunk
 from tests.fixtures.frames import HELLO
 from tests.fixtures.held_clock import HeldClock
-from tests.fixtures.scripted_sidecar import Answer, ScriptedSidecar, scripted_sidecar
+from tests.fixtures.scripted_sidecar import (
+    PATIENCE_S,
+    Answer,
+    ScriptedSidecar,
+    scripted_sidecar,
+    store_at,
+)
 from tests.fixtures.waiting import wait_until
 
 CHAINS = [chain_of(range(3))]
 GOOD, UNKNOWN = Staged(True, (b"\1\1\0",)), Staged(False, ())
 MUCH_S = 1000.0
-PATIENCE_S = 60.0
 
 
 class Held:
     """Answers only HELLO until `go` is set."""
 
-    def __init__(self, sidecar: ScriptedSidecar) -> None:
+    def __init__(self) -> None:
         self.go = threading.Event()
-        self._sidecar = sidecar
 
     def __call__(self, request: m.Message) -> Answer:
         if isinstance(request, m.Hello):
-            return self._sidecar.welcome()
+            return None
         self.go.wait(PATIENCE_S)
         match request:
             case m.Stage():
@@ -56,21 +59,17 @@ def held(
     directory: Path, timeout_s: float = PATIENCE_S
 ) -> Iterator[tuple[SidecarChunkStore, ScriptedSidecar, threading.Event]]:
     with scripted_sidecar(directory, lambda request: None) as sidecar:
-        sidecar.script = script = Held(sidecar)
-        store = SidecarChunkStore(sidecar.path, HELLO, timeout_s, Counters())
-        store.open(lambda salt: None)
-        try:
-            yield store, sidecar, script.go
-        finally:
-            script.go.set()
-            store.close()
+        sidecar.script = script = Held()
+        with store_at(sidecar.path, timeout_s) as store:
+            try:
+                yield store, sidecar, script.go
+            finally:
+                script.go.set()
 
 
 @contextlib.contextmanager
-def connected(
-    sidecar: ScriptedSidecar, timeout_s: float = PATIENCE_S
-) -> Iterator[SidecarConnection]:
-    connection = SidecarConnection(sidecar.path, HELLO, timeout_s)
+def connected(sidecar: ScriptedSidecar) -> Iterator[SidecarConnection]:
+    connection = SidecarConnection(sidecar.path, HELLO, PATIENCE_S)
     connection.open()
     try:
         yield connection
@@ -110,32 +109,6 @@ def test_question_waits_for_its_turn_on_the_connection(tmp_path: Path) -> None:
             found[1].result(2 * CALL_MARGIN_S)
         go.set()
         assert [answer.result(PATIENCE_S) for answer in found] == [[True], [True]]
-
-
-def test_answer_that_saves_much_is_waited_for_and_asked_once(tmp_path: Path) -> None:
-    with held(tmp_path) as (store, sidecar, go):
-        for _ in range(20):
-            assert store.stage("t", CHAINS, wait_s=0.001, saving_s=MUCH_S) == UNKNOWN
-        go.set()
-        wait_until(lambda: is_good(store, "t"))
-        assert asked(sidecar) == ["HELLO", "STAGE"]
-        assert sidecar.num_connections == 1
-
-
-def test_late_sidecar_is_not_asked_for_little_until_it_is_quick(tmp_path: Path) -> None:
-    with held(tmp_path) as (store, sidecar, go):
-        assert store.stage("t", CHAINS, wait_s=0.0) == UNKNOWN
-        wait_until(lambda: store.stage("t", CHAINS, wait_s=0.0) is None)
-        assert not store.is_worth(0.0)
-        assert store.is_worth(MUCH_S)
-        for number in range(100):
-            assert store.stage(f"t{number}", CHAINS, wait_s=0.0) is None
-            store.unstage([f"t{number}"])
-        assert asked(sidecar).count("STAGE") == 1
-        go.set()
-        wait_until(lambda: store.is_worth(0.0))
-        wait_until(lambda: is_good(store, "u"))
-        assert sidecar.num_connections == 1, "a late answer has cost a connection"
 
 
 def test_sidecar_that_never_answers_is_given_up_in_the_background(tmp_path: Path) -> None:
@@ -281,7 +254,7 @@ def test_answer_is_timed_when_it_arrives(
 ) -> None:
     """Another thread may read it along with its own; the probing thread looks later."""
     with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
-        sidecar.script = script = Held(sidecar)
+        sidecar.script = script = Held()
         script.go.set()
         with connected(sidecar) as connection:
             await_answer = connection.await_answer
@@ -308,14 +281,12 @@ def test_connection_is_measured_when_it_is_made(tmp_path: Path, clock: HeldClock
             return m.Pong()
 
         sidecar.script = script
-        store = SidecarChunkStore(sidecar.path, HELLO, PATIENCE_S, Counters())
-        store.open(lambda salt: None)
-        try:
-            wait_until(lambda: m.Ping() in sidecar.requests)
-            assert not store.is_worth(0.0)
-            assert store.is_worth(MUCH_S)
-            may_answer.set()
-            wait_until(lambda: store.is_worth(0.0))
-        finally:
-            may_answer.set()
-            store.close()
+        with store_at(sidecar.path) as store:
+            try:
+                wait_until(lambda: m.Ping() in sidecar.requests)
+                assert not store.is_worth(0.0)
+                assert store.is_worth(MUCH_S)
+                may_answer.set()
+                wait_until(lambda: store.is_worth(0.0))
+            finally:
+                may_answer.set()

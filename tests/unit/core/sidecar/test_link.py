@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,20 @@ from lmcache_core.wire import messages as m
 
 from tests.fixtures.frames import HELLO
 from tests.fixtures.limits import without_threads
-from tests.fixtures.scripted_sidecar import GENERATION, scripted_sidecar
+from tests.fixtures.scripted_sidecar import GENERATION, PATIENCE_S, scripted_sidecar
 from tests.fixtures.waiting import wait_until
 
-PATIENCE_S = 60.0
+
+@contextlib.contextmanager
+def linked(
+    directory: Path, greet: Callable[[SidecarConnection], None] = lambda connection: None
+) -> Iterator[SidecarLink]:
+    link = SidecarLink(directory / "s.sock", HELLO, PATIENCE_S, greet)
+    link.open()
+    try:
+        yield link
+    finally:
+        link.close()
 
 
 def test_unforeseen_fault_ends_one_attempt_and_not_the_link(
@@ -33,17 +45,15 @@ def test_unforeseen_fault_ends_one_attempt_and_not_the_link(
         if num_failures >= 0:
             raise KeyError("greeting")
 
-    link = SidecarLink(tmp_path / "s.sock", HELLO, PATIENCE_S, greet)
-    link.open()
-    try:
-        with scripted_sidecar(tmp_path, lambda request: None) as sidecar:
-            wait_until(lambda: link.connection)
-            assert sidecar.num_connections == 3
-            wait_until(lambda: sidecar.num_ended == 2)
-            assert [fault.exc_type for fault in seen] == [KeyError, KeyError]
-            assert caplog.text.count("sidecar failed: error=KeyError('greeting')") == 2
-    finally:
-        link.close()
+    with (
+        linked(tmp_path, greet) as link,
+        scripted_sidecar(tmp_path, lambda request: None) as sidecar,
+    ):
+        wait_until(lambda: link.connection)
+        assert sidecar.num_connections == 3
+        wait_until(lambda: sidecar.num_ended == 2)
+        assert [fault.exc_type for fault in seen] == [KeyError, KeyError]
+        assert caplog.text.count("sidecar failed: error=KeyError('greeting')") == 2
 
 
 def test_connection_that_is_lost_before_it_is_visible_is_replaced(tmp_path: Path) -> None:
@@ -55,14 +65,9 @@ def test_connection_that_is_lost_before_it_is_visible_is_replaced(tmp_path: Path
         if len(greeted) == 1:
             connection.give_up("the sidecar is gone")
 
-    with scripted_sidecar(tmp_path, lambda request: None):
-        link = SidecarLink(tmp_path / "s.sock", HELLO, PATIENCE_S, greet)
-        link.open()
-        try:
-            wait_until(lambda: link.connection)
-            assert link.connection is greeted[1]
-        finally:
-            link.close()
+    with scripted_sidecar(tmp_path, lambda request: None), linked(tmp_path, greet) as link:
+        wait_until(lambda: link.connection)
+        assert link.connection is greeted[1]
 
 
 def test_process_without_descriptors_tries_again(
@@ -81,14 +86,10 @@ def test_process_without_descriptors_tries_again(
 
     with scripted_sidecar(tmp_path, lambda request: None):
         monkeypatch.setattr("lmcache_core.sidecar.connection.socket.socket", refuse)
-        link = SidecarLink(tmp_path / "s.sock", HELLO, PATIENCE_S, lambda connection: None)
-        link.open()
-        try:
+        with linked(tmp_path) as link:
             assert num_refused == 1
             wait_until(lambda: link.connection)
             assert num_refused == 2
-        finally:
-            link.close()
 
 
 def test_unusable_sidecar_is_logged_once_for_each_cause(
@@ -108,9 +109,7 @@ def test_unusable_sidecar_is_logged_once_for_each_cause(
     def num_complaints() -> int:
         return caplog.text.count("answers but is unusable")
 
-    link = SidecarLink(tmp_path / "s.sock", HELLO, PATIENCE_S, lambda connection: None)
-    link.open()
-    try:
+    with linked(tmp_path) as link:
         assert num_complaints() == 0
         with scripted_sidecar(tmp_path, script) as sidecar:
             is_ready.set()
@@ -123,23 +122,16 @@ def test_unusable_sidecar_is_logged_once_for_each_cause(
             refused, generation = None, GENERATION
             wait_until(lambda: link.connection)
             assert num_complaints() == 2
-    finally:
-        link.close()
 
 
 def test_process_without_threads_tries_again(tmp_path: Path) -> None:
     """No call of the engine fails for it."""
-    with scripted_sidecar(tmp_path, lambda request: None):
-        link = SidecarLink(tmp_path / "s.sock", HELLO, PATIENCE_S, lambda connection: None)
-        link.open()
-        try:
-            connection = link.connection
-            assert connection is not None
-            with without_threads():
-                connection.give_up("the sidecar is gone")
-                assert link.connection is None
-            wait_until(lambda: link.connection)
-            with without_threads():
-                connection.give_up("the sidecar is gone")
-        finally:
-            link.close()
+    with scripted_sidecar(tmp_path, lambda request: None), linked(tmp_path) as link:
+        connection = link.connection
+        assert connection is not None
+        with without_threads():
+            connection.give_up("the sidecar is gone")
+            assert link.connection is None
+        wait_until(lambda: link.connection)
+        with without_threads():
+            connection.give_up("the sidecar is gone")

@@ -21,15 +21,14 @@ from lmcache_core.record import Chunk, payload_digest, raw_header
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.sidecar import SidecarChunkStore, SidecarConnection
 from lmcache_core.sidecar.mapping import ArenaMappings
-from lmcache_core.telemetry import Counters
 
 from tests.fixtures.cuda_runtime import Runtime, install
 from tests.fixtures.frames import HELLO
+from tests.fixtures.scripted_sidecar import PATIENCE_S, store_at
 from tests.fixtures.sidecar import running_socket
 from tests.fixtures.waiting import wait_until
 
 ARENA_BYTES, PIECE, CHUNK_BYTES = 1 << 20, 1 << 18, 1 << 16
-PATIENCE_S = 60.0
 DEVICE = torch.device("cuda", 3)
 KEY = CacheEngineKey("vllm", "m", 1, 0, "00" * 32)
 
@@ -39,16 +38,6 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     monkeypatch.setattr(tensor, "COPY_BOUNDARY_BYTES", PIECE)
     yield install(monkeypatch, PIECE)
     gc.collect()
-
-
-@contextlib.contextmanager
-def store_at(path: Path) -> Iterator[SidecarChunkStore]:
-    store = SidecarChunkStore(path, HELLO, PATIENCE_S, Counters(), loads_beside=True)
-    store.open(lambda salt: None)
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def address_of(memory: MemoryObj) -> int:
@@ -87,7 +76,10 @@ def is_pinned(runtime: Runtime, address: int | None) -> bool:
 
 
 def test_copies_use_pinned_memory_both_ways(tmp_path: Path, runtime: Runtime) -> None:
-    with running_socket(tmp_path, ARENA_BYTES) as sidecar, store_at(sidecar.path) as store:
+    with (
+        running_socket(tmp_path, ARENA_BYTES) as sidecar,
+        store_at(sidecar.path, loads_beside=True) as store,
+    ):
         assert not runtime.registered, "a scheduler's side copies nothing"
         store.pin_memory(DEVICE)
         store.pin_memory(DEVICE)
@@ -108,7 +100,7 @@ def test_arena_of_a_new_sidecar_is_pinned_and_the_old_one_released(
         place.mkdir()
     with contextlib.ExitStack() as opened:
         with running_socket(places[0], ARENA_BYTES, path=path):
-            store = opened.enter_context(store_at(path))
+            store = opened.enter_context(store_at(path, loads_beside=True))
             store.pin_memory(DEVICE)
             num_calls = runtime.num_calls
         with running_socket(places[1], ARENA_BYTES, path=path):
@@ -149,12 +141,3 @@ def test_connections_of_a_client_share_a_mapping_and_a_forked_child_does_not(
         monkeypatch.setattr(os, "getpid", lambda: -1)
         assert mappings.of(second.arena_info) is not mapping
         monkeypatch.undo()
-
-
-def test_refused_memory_stays_pageable_and_works(tmp_path: Path, runtime: Runtime) -> None:
-    runtime.fails_at = 2
-    with running_socket(tmp_path, ARENA_BYTES) as sidecar, store_at(sidecar.path) as store:
-        store.pin_memory(DEVICE)
-        assert (runtime.registered, runtime.pending) == ({}, 0)
-        put(store)
-        get(store)

@@ -15,8 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lmcache_core.errors import ConfigError, IdentityError
-from lmcache_core.keys import CacheEngineKey
+from lmcache_core.errors import IdentityError
 from lmcache_core.token_database import (
     ChunkedTokenDatabase,
     MultimodalSpan,
@@ -117,24 +116,9 @@ def test_a_name_that_is_not_text_is_refused(field: str) -> None:
         identity_root(METADATA, "a\udcff")
 
 
-class Plain(TokenDatabase):
-    """Has the documented method only."""
-
-    def process_tokens(self, tokens, mask=None):
-        yield 0, len(tokens), CacheEngineKey("vllm", "m", 1, 0, str(tokens.tolist()))
-
-
-def test_only_process_tokens_must_be_implemented():
-    [(start, end, key)] = Plain().process_tokens(torch.arange(3))
-    assert (start, end, key.chunk_hash) == (0, 3, "[0, 1, 2]")
+def test_process_tokens_must_be_implemented():
     with pytest.raises(TypeError):
         TokenDatabase()
-
-
-def test_a_database_without_salt_refuses_one():
-    Plain().use_salt("")
-    with pytest.raises(ConfigError, match="salt: Plain does not"):
-        Plain().use_salt("tenant-a")
 
 
 @pytest.mark.parametrize(

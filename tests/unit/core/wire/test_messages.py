@@ -12,7 +12,7 @@ import xxhash
 from lmcache_core.errors import ProtocolError
 from lmcache_core.keys import MAX_CANONICAL_KEY_BYTES, MAX_KEY_FIELD_BYTES, ChunkChain
 from lmcache_core.wire import messages
-from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
+from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.frames import (
     HEADER_BYTES,
     MAX_ARENA_META_BYTES,
@@ -157,14 +157,6 @@ def test_the_largest_request_fits_its_bound() -> None:
     names = [(None, bytes(MAX_CANONICAL_KEY_BYTES))] * MAX_BATCH_KEYS
     frame = build_frame(1, messages.Get(names, True, "t" * 4096))
     assert parse_header(frame[:HEADER_BYTES]).meta_bytes < MAX_META_BYTES
-
-
-def test_capabilities_are_read_as_they_were_written() -> None:
-    accepts = Accepts(True, frozenset({"lossless", "cachegen"}))
-    assert accepts.capabilities() == ("lossy", "serde:cachegen", "serde:lossless")
-    assert Accepts.said_by(accepts.capabilities()) == accepts
-    assert ONLY_LOSSLESS.capabilities() == ()
-    assert Accepts.said_by([]) == ONLY_LOSSLESS
 
 
 def test_unknown_names_of_later_versions_are_ignored() -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from lmcache_core.errors import UnavailableError
-from lmcache_core.wire.stream import SLICE_BYTES, STAGED_READ_BYTES, STAGING_BYTES, FrameStream
+from lmcache_core.wire.stream import SLICE_BYTES, FrameStream
 
 from tests.fixtures.waiting import until
 
@@ -47,34 +47,6 @@ async def read(stream: FrameStream, num_bytes: int) -> bytes:
     data = bytearray(num_bytes)
     await stream.readinto(memoryview(data))
     return bytes(data)
-
-
-async def test_pieces_of_any_size_arrive_in_order(pair: tuple[FrameStream, FrameStream]) -> None:
-    near, far = pair
-    sizes = [
-        *(1, 32, STAGED_READ_BYTES, STAGED_READ_BYTES + 1, STAGING_BYTES, STAGING_BYTES + 1),
-        *(LARGE, 7, 0, 100_000),
-    ]
-    data = pattern(sum(sizes))
-    sending = asyncio.create_task(near.send(data[:5], memoryview(data)[5:]))
-    at = 0
-    for size in sizes:
-        assert await read(far, size) == data[at : at + size]
-        at += size
-    await sending
-    assert far.num_staged == 0
-    assert far.num_received == len(data)
-
-
-async def test_socket_is_read_only_for_a_reader(pair: tuple[FrameStream, FrameStream]) -> None:
-    near, far = pair
-    num_bytes = 64 << 20
-    sending = asyncio.create_task(near.send(memoryview(bytes(num_bytes))))
-    await until(lambda: far.num_staged == STAGING_BYTES)
-    assert not sending.done()
-    for _ in range(num_bytes >> 20):
-        await far.discard(1 << 20)
-    await sending
 
 
 async def test_cancelled_short_read_loses_nothing(pair: tuple[FrameStream, FrameStream]) -> None:
@@ -153,15 +125,3 @@ async def test_send_cancelled_before_its_first_byte_leaves_the_stream_whole(
     assert await read(far, 3) == b"end"
     await first
     assert near.is_open
-
-
-async def test_send_cancelled_underway_ends_the_connection(
-    pair: tuple[FrameStream, FrameStream],
-) -> None:
-    near, _ = pair
-    sending = asyncio.create_task(near.send(memoryview(bytes(64 << 20))))
-    await asyncio.sleep(0)
-    sending.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await sending
-    assert not near.is_open
