@@ -114,27 +114,6 @@ def test_called_wrongly(
     assert output.out == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["lookup", "status", "--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
-        (
-            ["explain", "ab" * 32, "--url", "http://127.0.0.1:9"],
-            "no answer from http://127.0.0.1:9",
-        ),
-    ],
-)
-def test_a_failure_is_one_line_and_exit_code_1(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*arguments) == 1
-    output = capsys.readouterr()
-    assert output.err.startswith("lmcachectl: ")
-    assert said in output.err
-    assert output.err.count("\n") == 1
-    assert output.out == ""
-
-
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     """It is what people wait for first."""
     program = (

@@ -88,33 +88,23 @@ def test_connection_during_the_close_is_ended(tmp_path: Path, num_turns: int) ->
             assert client.recv(1) == b""
 
 
-@pytest.mark.parametrize("refused", [HELLO, m.Reject((-1,)), m.Stage("t", ((9, b""),), True, 1, 0)])
+INCOMPLETE = m.Commit(tuple((n, bytes(60_000)) for n in range(10)))
+
+
+@pytest.mark.parametrize(
+    "refused", [HELLO, m.Reject((-1,)), m.Stage("t", ((9, b""),), True, 1, 0), INCOMPLETE]
+)
 def test_a_refused_client_keeps_its_memory_until_it_has_gone(
-    tmp_path: Path, refused: m.Message
+    tmp_path: Path, refused: m.Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still be writing to its reservation, so that no other client may get that memory."""
-    with running_socket(tmp_path) as running:
-        with greeted(running.path) as client:
-            client.say(m.ReserveExtents((1000,)))
-            used = running.allocator.used_bytes
-            assert isinstance(client.say(refused), m.ErrorMessage)
-            assert client.socket.recv(1) == b"", "the sidecar has ended the connection"
-            with greeted(running.path) as other:
-                other.say(m.Stats())
-            assert running.allocator.used_bytes == used > 0
-        until(lambda: running.allocator.used_bytes == 0)
-
-
-def test_client_with_an_incomplete_request_keeps_its_memory_until_it_has_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(session_module, "LARGE_REQUEST_TIMEOUT_S", 0.1)
     with running_socket(tmp_path) as running:
         with greeted(running.path) as client:
             client.say(m.ReserveExtents((1000,)))
             used = running.allocator.used_bytes
-            large = client.frame(m.Commit(tuple((n, bytes(60_000)) for n in range(10))))
-            client.socket.sendall(large[:-1])
+            request = client.frame(refused)
+            client.socket.sendall(request[:-1] if refused is INCOMPLETE else request)
             assert isinstance(client.answer(), m.ErrorMessage)
             assert client.socket.recv(1) == b"", "the sidecar has ended the connection"
             with greeted(running.path) as other:
