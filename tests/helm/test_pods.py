@@ -172,17 +172,6 @@ def test_the_sidecar_disk_is_bounded_and_off_at_zero(models: Rendering) -> None:
     )
 
 
-def test_the_storage_fits_its_pod(chart: Chart) -> None:
-    rendering = chart.render({"storage.memorySize": "7.5Gi", "storage.persistence.size": "33Gi"})
-    workload = rendering.get("StatefulSet", "storage")["spec"]
-    limit = bytes_of(workload["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"])
-    config = rendering.config("storage")
-    assert limit > 7.5 * 2**30
-    assert config["memory_gb"] == 7.5
-    claim = workload["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"]
-    assert config["disk_gb"] * 2**30 < bytes_of(claim) == 33 * 2**30
-
-
 def test_an_upgrade_changes_no_immutable_field(rendering: Rendering) -> None:
     """Selectors and claim templates cannot change, so no version is among their labels."""
     for workload in rendering.workloads():

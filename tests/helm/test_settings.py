@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import jsonschema
 import pytest
 from lmcache_core.storage.eviction import POLICIES, TenantQuotas, TierLimits
+from lmcache_node.settings import NodeSettings
 from lmcache_servicekit.settings import ServiceSettings, load_settings
 from pydantic import TypeAdapter
 
@@ -117,6 +118,10 @@ def test_services_take_ipv6_addresses(chart: Chart, service: str, tmp_path: Path
     rendering = chart.render(MODELS | {"network.ipFamily": "IPv6"})
     settings, _ = settings_of(rendering, service, tmp_path)
     assert settings.host == ("127.0.0.1" if service == "sidecar" else "::")
+    if isinstance(settings, NodeSettings):
+        assert settings.lm_host == "::"
+        announced = "lm://[10.1.2.3]:65433" if service == "sidecar" else None
+        assert getattr(settings, "distributed_url", None) == announced
 
 
 @pytest.mark.parametrize("service", ["storage", "sidecar"])

@@ -25,7 +25,7 @@ from lmcache_webhook.settings import WebhookSettings
 from tests.fixtures import pods
 from tests.fixtures.pods import plain
 from tests.fixtures.reviews import injected
-from tests.helm.conftest import MODEL, MODELS, MUTUAL, TLS, both_helms, parsed
+from tests.helm.conftest import MODEL, MODELS, MUTUAL, TLS, both_helms, option_of, parsed
 from tests.helm.test_operations_release_test import container_of
 from tests.helm.test_secrets import install, kubeconfig, run_against
 
@@ -351,8 +351,7 @@ def test_injected_vllm_publishes_as_that_of_models_does(chart: Chart, tmp_path: 
     [engine] = sidecar_of(rendering, tmp_path, "inference")[0]["spec"]["containers"]
     own = rendering.pod("vllm-tiny")["containers"][0]
     told, theirs = (
-        json.loads(one["args"][one["args"].index("--kv-events-config") + 1])
-        for one in (engine, own)
+        option_of(one, "--kv-events-config") for one in (engine, own)
     )
     assert told == {name: value for name, value in theirs.items() if name != "topic"}
     assert {one["containerPort"] for one in engine["ports"]} == {6000, 6001}
@@ -401,12 +400,11 @@ def test_injected_pods_have_the_connector_of_models(chart: Chart, tmp_path: Path
     values = {"modelDefaults.connector": {"kind": "offloading-tier", "hostMemory": "1536Mi"}}
     rendering = chart.render(ON | MODELS | values)
     pod, _, _ = sidecar_of(rendering, tmp_path, "inference")
-    arguments = pod["spec"]["containers"][0]["args"]
     own = rendering.pod("vllm-tiny")
-    options = own["containers"][0]["args"]
-    assert json.loads(arguments[-1]) == json.loads(
-        options[options.index("--kv-transfer-config") + 1]
+    one, other = (
+        option_of(spec["containers"][0], "--kv-transfer-config") for spec in (pod["spec"], own)
     )
+    assert one == other
     [theirs, ours] = (
         next(one["emptyDir"]["sizeLimit"] for one in spec["volumes"] if one["name"] == name)
         for spec, name in ((pod["spec"], "lmcache-shm"), (own, "shm"))
