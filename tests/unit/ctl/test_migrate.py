@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +19,7 @@ from lmcache_core.config.foreign_names import FOREIGN_NAMES
 from lmcache_core.config.options import SIDECAR_SETTING
 from lmcache_core.config.sources import is_not_ours
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.migrate import _print, migration_of
-from lmcache_ctl.output import show
+from lmcache_ctl.migrate import migration_of
 from lmcache_sidecar.settings import SidecarSettings
 
 from tests.fixtures.ctl import Ctl
@@ -593,17 +591,14 @@ def accepted(found: Any) -> Any:
     return found
 
 
-def check(directory: Path, source: dict[str, Any], place: Place) -> None:
-    file = directory / "any.yaml"
+def check(file: Path, source: dict[str, Any], place: Place) -> int:
+    """Check what a source becomes; returns the exit code that the command must have."""
     file.write_text(place(source), encoding="utf-8")
     try:
         found = accepted(migration_of(file))
     except UsageError:
         assert not source.keys() & set(NAMES)
-        return
-    for output in ("table", "json", "yaml"):
-        with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
-            show(found, output, _print)
+        return 2
     possible = [each for value in source.values() for each in derived(value)]
     for setting, value in {**found.sidecar, **found.engine}.items():
         assert any(value == each for each in possible), (setting, value)
@@ -614,6 +609,7 @@ def check(directory: Path, source: dict[str, Any], place: Place) -> None:
         settings = [name, *BECOMES.get(name, instead.removeprefix(SIDECAR_SETTING)).split(" and ")]
         is_carried = any(carried.get(each) in derived(value) for each in settings)
         assert is_carried or name in said or repr(name)[1:-1] in said, name
+    return 1 if found.refused else 0
 
 
 Place = Callable[[dict[str, Any]], str]
@@ -646,19 +642,27 @@ def test_every_option_of_ours_is_carried_over_or_named(
 ) -> None:
     """With values that it takes."""
     source = {name: data.draw(fitting(name).filter(lambda value: value != OPTIONS[name].default))}
-    check(tmp_path_factory.getbasetemp(), source, as_file)
+    check(tmp_path_factory.getbasetemp() / "any.yaml", source, as_file)
+
+
+TWO_TOKENS = {"remote_url": "lm://h:1", "remote_token_file": "/a", "peer_token_file": "/b"}
 
 
 @pytest.mark.parametrize("place", [as_file, as_connector])
-@given(source=CONFIGURATIONS)
-@example(source={"distributed_url": "lm://h:1", "peer_tls_key_file": "/k"})
-@example(source={"distributed_url": "lm://h:1", "peer_tls_cert_file": "/c"})
-@example(source={"remote_url": "lm://h:1", "remote_token_file": "/a", "peer_token_file": "/b"})
+@given(source=CONFIGURATIONS, output=st.sampled_from(["table", "json", "yaml"]))
+@example(output="table", source={"distributed_url": "lm://h:1", "peer_tls_key_file": "/k"})
+@example(output="table", source={"distributed_url": "lm://h:1", "peer_tls_cert_file": "/c"})
+@example(output="table", source=TWO_TOKENS)
 def test_any_configuration_is_carried_over_or_named(
-    place: Place, source: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    place: Place, source: dict[str, Any], output: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Every value of the result is the source's, and all that takes them takes the result."""
-    check(tmp_path_factory.getbasetemp(), source, place)
+    """Every value of the result is the source's, all that takes them takes the result, and it is
+    shown in every format.
+    """
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    code = check(file, source, place)
+    said = Ctl().run("migrate", file, "-o", output, code=code)
+    assert said.stdout.encode() or code == 2
 
 
 # --- Every name in every form ---------------------------------------------------------------------
