@@ -7,7 +7,6 @@ from __future__ import annotations
 import base64
 import datetime
 import importlib.util
-import json
 import re
 import ssl
 from pathlib import Path
@@ -157,8 +156,6 @@ def test_two_replicas_that_are_not_away_together(rendering: Rendering) -> None:
     assert rendering.get("PodDisruptionBudget", "webhook")["spec"]["maxUnavailable"] == 1
     [spread] = deployment["template"]["spec"]["topologySpreadConstraints"]
     assert spread["topologyKey"] == "kubernetes.io/hostname"
-
-
 
 
 def names_of(manifests: list[Manifest]) -> set[str]:
@@ -350,9 +347,7 @@ def test_injected_vllm_publishes_as_that_of_models_does(chart: Chart, tmp_path: 
     rendering = chart.render(ON | MODELS | {"kvEvents": events})
     [engine] = sidecar_of(rendering, tmp_path, "inference")[0]["spec"]["containers"]
     own = rendering.pod("vllm-tiny")["containers"][0]
-    told, theirs = (
-        option_of(one, "--kv-events-config") for one in (engine, own)
-    )
+    told, theirs = (option_of(one, "--kv-events-config") for one in (engine, own))
     assert told == {name: value for name, value in theirs.items() if name != "topic"}
     assert {one["containerPort"] for one in engine["ports"]} == {6000, 6001}
 
