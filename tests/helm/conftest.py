@@ -45,6 +45,11 @@ def containers_of(pod: Manifest) -> list[Manifest]:
     return [*pod.get("initContainers", []), *pod["containers"]]
 
 
+def option_of(container: Manifest, name: str) -> Any:
+    """The JSON that follows an option of a container's arguments."""
+    return json.loads(container["args"][container["args"].index(name) + 1])
+
+
 def parsed(text: str) -> list[Manifest]:
     """The objects of Helm's output."""
     return [one for one in yaml.safe_load_all(text) if one]

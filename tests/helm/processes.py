@@ -13,6 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.fixtures.waiting import wait_until
+
 if TYPE_CHECKING:
     from tests.fixtures.tls import Authority
     from tests.helm.conftest import Manifest, Rendering
@@ -119,11 +121,8 @@ class Cluster:
                 command, env=env, cwd=root, stdout=log, stderr=subprocess.STDOUT
             )
         self._processes.append(process)
-        deadline = time.monotonic() + TIMEOUT_S
-        while not (root / "ports.json").exists():
-            assert process.poll() is None, (root / "log").read_text(encoding="utf-8")
-            assert time.monotonic() < deadline, (root / "log").read_text(encoding="utf-8")
-            time.sleep(0.05)
+        wait_until(lambda: process.poll() is not None or (root / "ports.json").exists())
+        assert process.poll() is None, (root / "log").read_text(encoding="utf-8")
         ports = json.loads((root / "ports.json").read_text(encoding="utf-8"))
         self.ports[service], self.health_ports[service] = ports["port"], ports["health_port"]
         self.lm_ports[service] = ports.get("lm_port", 0)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +18,8 @@ from lmcache_storage.settings import S3Settings, StorageSettings
 
 from tests.fixtures.s3_server import BUCKET, running_s3
 from tests.fixtures.tls import Authority
-from tests.helm.processes import TIMEOUT_S, Cluster
+from tests.fixtures.waiting import wait_until
+from tests.helm.processes import Cluster
 from tests.helm.test_settings import files_in, settings_of
 
 if TYPE_CHECKING:
@@ -177,12 +177,7 @@ def test_chunks_come_to_lie_in_it(chart: Chart, tmp_path: Path) -> None:
                 tmp_path / "run/storage/run/secrets/lmcache/sidecar-token", "the token"
             )
             asyncio.run(store_a_chunk(f"lm://127.0.0.1:{cluster.lm_ports['storage']}", token))
-            deadline = time.monotonic() + TIMEOUT_S
-            while not server.names():
-                assert time.monotonic() < deadline, (tmp_path / "run/storage/log").read_text(
-                    encoding="utf-8"
-                )
-                time.sleep(0.05)
+            wait_until(server.names)
         finally:
             cluster.stop()
         (name,) = server.names()

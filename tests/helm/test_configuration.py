@@ -167,13 +167,6 @@ def test_only_sidecars_that_encode_have_the_codecs(chart: Chart) -> None:
     assert images({"sidecar.image.digest": digest} | encoded)[0] == codec, "not by the other's"
 
 
-def test_ipv6(chart: Chart) -> None:
-    rendering = chart.render({"models": {"tiny": MODEL}, "network.ipFamily": "IPv6"})
-    assert rendering.config("storage")["lm_host"] == "::"
-    env = rendering.container("sidecar")["env"]
-    assert {"name": "LMCACHE_SIDECAR_DISTRIBUTED_URL", "value": "lm://[$(POD_IP)]:65433"} in env
-
-
 def test_models_merge_over_their_defaults(chart: Chart) -> None:
     entry = MODEL | {"sidecar": {"arenaSize": "3Gi"}, "nodeSelector": {"gpu": "h200"}}
     rendering = chart.render(

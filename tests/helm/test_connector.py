@@ -11,15 +11,14 @@ import pytest
 from lmcache_core.integrations import vllm_tier
 from lmcache_core.integrations.vllm.options import read_options
 
-from tests.helm.conftest import MODEL, MODELS
+from tests.helm.conftest import MODEL, MODELS, option_of
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest
 
 
 def transfer_config(chart: Chart, **model: object) -> Manifest:
-    arguments = pod_of(chart, **model)["containers"][0]["args"]
-    config: Manifest = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    config: Manifest = option_of(pod_of(chart, **model)["containers"][0], "--kv-transfer-config")
     return config
 
 
@@ -54,8 +53,7 @@ def test_options_reach_the_connector(chart: Chart) -> None:
 
 def test_the_sidecar_behind_vllm_s_own_offloading(chart: Chart) -> None:
     pod = pod_of(chart, connector={"kind": "offloading-tier", "hostMemory": "1Gi"}, shmSize="1Gi")
-    arguments = pod["containers"][0]["args"]
-    config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    config = option_of(pod["containers"][0], "--kv-transfer-config")
     assert config["kv_connector"] == "LMCacheOffloadingConnector"
     extra = config["kv_connector_extra_config"]
     assert extra["spec_name"] == "TieringOffloadingSpec"
@@ -70,8 +68,7 @@ def test_the_sidecar_behind_vllm_s_own_offloading(chart: Chart) -> None:
 
 def test_vllm_publishes_events_of_the_sidecar_where_routers_read_them(chart: Chart) -> None:
     vllm = chart.case("gateway").pod("vllm-pooled")["containers"][0]
-    events = json.loads(vllm["args"][vllm["args"].index("--kv-events-config") + 1])
-    assert events == {
+    assert option_of(vllm, "--kv-events-config") == {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
         "endpoint": "tcp://*:5557",
@@ -83,7 +80,7 @@ def test_vllm_publishes_events_of_the_sidecar_where_routers_read_them(chart: Cha
     assert {one["name"]: one.get("valueFrom") for one in vllm["env"]}["POD_IP"] == {
         "fieldRef": {"fieldPath": "status.podIP"}
     }, "Kubernetes fills in the topic"
-    config = json.loads(vllm["args"][vllm["args"].index("--kv-transfer-config") + 1])
+    config = option_of(vllm, "--kv-transfer-config")
     assert read_options(config["kv_connector_extra_config"], "cuda").kv_events
     assert "kv-events" not in json.dumps(pod_of(chart))
 
@@ -93,14 +90,14 @@ def test_a_model_may_leave_the_events_of_its_sidecar_out(chart: Chart) -> None:
     tier = {"connector": {"kind": "offloading-tier"}}
     models = {"plain": MODEL | without, "tier": MODEL | tier}
     rendering = chart.render({"kvEvents.enabled": True, "models": models})
-    extra = {}
-    for name in models:
-        arguments = rendering.pod(f"vllm-{name}")["containers"][0]["args"]
-        config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
-        extra[name] = config["kv_connector_extra_config"]
-    assert not read_options(extra["plain"], "cuda").kv_events
-    assert extra["tier"]["self_describing_kv_events"] is True, "else vLLM's have no tokens"
-    assert extra["tier"]["secondary_tiers"][0]["enable_kv_events"] is True
+    plain, behind = (
+        option_of(rendering.pod(f"vllm-{name}")["containers"][0], "--kv-transfer-config")
+        for name in models
+    )
+    assert not read_options(plain["kv_connector_extra_config"], "cuda").kv_events
+    extra = behind["kv_connector_extra_config"]
+    assert extra["self_describing_kv_events"] is True, "else vLLM's have no tokens"
+    assert extra["secondary_tiers"][0]["enable_kv_events"] is True
 
 
 def test_the_connector_is_copied_in_and_found(chart: Chart) -> None:

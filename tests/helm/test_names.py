@@ -88,9 +88,3 @@ def test_a_name_that_no_service_can_have_is_refused(chart: Chart, release: str) 
     answer = chart.run("template", release, str(chart.path))
     assert "set fullnameOverride" in answer.stderr
     assert names(installed(chart, release, "--set", "fullnameOverride=cache"))
-
-
-@pytest.mark.parametrize("value", ["nameOverride", "fullnameOverride"])
-@pytest.mark.parametrize("name", ["1st", "a.b", "Upper"])
-def test_overrides_are_names_of_services(chart: Chart, value: str, name: str) -> None:
-    assert value in chart.refuse({value: name})

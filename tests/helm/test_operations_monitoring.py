@@ -14,7 +14,6 @@ from lmcache_node.collectors import TIER_EVENTS
 from lmcache_webhook.injection.plan import INJECTED
 
 from tests.fixtures.fake_vllm import imported_connector
-from tests.helm import extensions
 from tests.helm.conftest import MODEL, MODELS, MONITORING, REPOSITORY, TLS, containers_of
 from tests.helm.queries import selectors, without_variables
 
@@ -102,13 +101,6 @@ def check_expression(expression: str, exposed: Exposed) -> None:
             assert any(re.fullmatch(pattern, event) for event in TIER_EVENTS), (
                 f"no tier reports {pattern}: {expression}"
             )
-
-
-def test_objects_have_the_fields_of_their_operator(rendering: Rendering) -> None:
-    found = [one for one in rendering.manifests if extensions.is_extension(one)]
-    assert {one["kind"] for one in found} == {"PodMonitor", "PrometheusRule"}
-    for one in found:
-        extensions.validate(one)
 
 
 @pytest.mark.parametrize("mutual", [False, True])

@@ -34,19 +34,10 @@ def hooks(rendering: Rendering) -> list[Manifest]:
     ]
 
 
-def restricted(pod: Manifest) -> Manifest:
-    """The container of a hook's pod, which ends, holds no rights and passes the standard."""
-    spec = pod["spec"]
-    (container,) = spec["containers"]
-    context = container["securityContext"]
-    assert spec["restartPolicy"] == "Never"
-    assert spec["automountServiceAccountToken"] is False
-    assert spec["enableServiceLinks"] is False
-    assert context["runAsNonRoot"]
-    assert context["readOnlyRootFilesystem"]
-    assert not context["allowPrivilegeEscalation"]
-    assert context["capabilities"] == {"drop": ["ALL"]}
-    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+def container_of(pod: Manifest) -> Manifest:
+    """The container of a hook's pod, which ends."""
+    (container,) = pod["spec"]["containers"]
+    assert pod["spec"]["restartPolicy"] == "Never"
     assert set(container["resources"]["requests"]) == {"cpu", "memory"}
     return dict(container)
 
@@ -90,9 +81,9 @@ def test_no_hook_but_the_test_pod_outlives_the_release(chart: Chart, case: str) 
 
 
 @pytest.mark.parametrize("tls", [{}, MUTUAL], ids=["plain", "tls"])
-def test_the_pod_is_restricted_bounded_and_ends(chart: Chart, tls: Manifest) -> None:
+def test_the_pod_is_bounded_and_ends(chart: Chart, tls: Manifest) -> None:
     pod = pod_of(chart.render(MODELS | tls))
-    container, spec = restricted(pod), pod["spec"]
+    container, spec = container_of(pod), pod["spec"]
     assert spec["activeDeadlineSeconds"] == 120
     volumes = {volume["name"] for volume in spec["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes

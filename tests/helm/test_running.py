@@ -7,7 +7,6 @@ from __future__ import annotations
 import ssl
 import subprocess
 import sys
-import time
 import urllib.error
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -21,8 +20,9 @@ from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 
 from tests.fixtures.tls import Authority
+from tests.fixtures.waiting import wait_until
 from tests.helm.conftest import MODELS, MUTUAL
-from tests.helm.processes import TIMEOUT_S, Cluster
+from tests.helm.processes import Cluster
 
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest
@@ -58,14 +58,11 @@ def cluster(
 def test_storage_and_sidecar_are_let_in(
     cluster: Cluster, service: str, path: str, field: str
 ) -> None:
-    expected = {"storage-0", "sidecar-0"}
-    deadline = time.monotonic() + TIMEOUT_S
-    found: set[str] = set()
-    while found != expected:
-        assert time.monotonic() < deadline, f"{service} knows {found}"
+    def known() -> set[str]:
         (listed,) = cluster.get(service, path, "operator").values()
-        found = {one[field] for one in listed}
-        time.sleep(0.1)
+        return {one[field] for one in listed}
+
+    wait_until(lambda: known() == {"storage-0", "sidecar-0"})
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -7,27 +7,25 @@ from __future__ import annotations
 import base64
 import datetime
 import importlib.util
-import json
 import re
 import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jsonpatch
 import pytest
 from cryptography import x509
 from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
 from lmcache_webhook.app import injection_options
-from lmcache_webhook.injection.injector import review_pod
 from lmcache_webhook.injection.pod import amount_of
 from lmcache_webhook.reviews import REVIEW_TIMEOUT_S
 from lmcache_webhook.settings import WebhookSettings
 
 from tests.fixtures import pods
 from tests.fixtures.pods import plain
-from tests.helm.conftest import MODEL, MODELS, MUTUAL, TLS, both_helms, parsed
-from tests.helm.test_operations_release_test import restricted
+from tests.fixtures.reviews import injected
+from tests.helm.conftest import MODEL, MODELS, MUTUAL, TLS, both_helms, option_of, parsed
+from tests.helm.test_operations_release_test import container_of
 from tests.helm.test_secrets import install, kubeconfig, run_against
 
 if TYPE_CHECKING:
@@ -67,9 +65,7 @@ def sidecar_of(
     and the container.
     """
     document = document or plain()
-    outcome = review_pod(injection_options(settings_of(rendering, folder)), document, namespace)
-    assert outcome.verdict == "injected", outcome.reason
-    pod: Manifest = jsonpatch.apply_patch(document, outcome.operations)
+    pod = injected(injection_options(settings_of(rendering, folder)), document, namespace)
     container = pod["spec"]["initContainers"][-1]
     fields = {"POD_NAME": "p", "POD_NAMESPACE": namespace, "POD_UID": "u", "POD_IP": "10.1.2.3"}
     given = {
@@ -160,22 +156,6 @@ def test_two_replicas_that_are_not_away_together(rendering: Rendering) -> None:
     assert rendering.get("PodDisruptionBudget", "webhook")["spec"]["maxUnavailable"] == 1
     [spread] = deployment["template"]["spec"]["topologySpreadConstraints"]
     assert spread["topologyKey"] == "kubernetes.io/hostname"
-
-
-def test_its_pods_are_restricted_and_small(rendering: Rendering) -> None:
-    pod = rendering.pod("webhook")
-    assert pod["enableServiceLinks"] is False
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["automountServiceAccountToken"] is False
-    [container] = pod["containers"]
-    context = container["securityContext"]
-    assert context["runAsUser"] == 10001
-    assert context["readOnlyRootFilesystem"] is True
-    assert context["allowPrivilegeEscalation"] is False
-    assert context["capabilities"] == {"drop": ["ALL"]}
-    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert {"cpu", "memory"} <= set(container["resources"]["requests"])
-    assert "memory" in container["resources"]["limits"]
 
 
 def names_of(manifests: list[Manifest]) -> set[str]:
@@ -307,7 +287,7 @@ def test_helm_waits_until_the_webhook_answers_through_its_service(rendering: Ren
         "helm.sh/hook-delete-policy": "before-hook-creation,hook-succeeded",
     }
     assert pod["spec"]["activeDeadlineSeconds"] < 300
-    container = restricted(pod)
+    container = container_of(pod)
     assert container["image"] == rendering.container("webhook")["image"]
     module = container["command"][-1]
     assert importlib.util.find_spec(module), "it is in the webhook's image"
@@ -365,14 +345,11 @@ def test_injected_sidecars_are_like_those_of_models(rendering: Rendering, tmp_pa
 def test_injected_vllm_publishes_as_that_of_models_does(chart: Chart, tmp_path: Path) -> None:
     events = {"enabled": True, "port": 6000, "replayPort": 6001}
     rendering = chart.render(ON | MODELS | {"kvEvents": events})
-    [injected] = sidecar_of(rendering, tmp_path, "inference")[0]["spec"]["containers"]
+    [engine] = sidecar_of(rendering, tmp_path, "inference")[0]["spec"]["containers"]
     own = rendering.pod("vllm-tiny")["containers"][0]
-    told, theirs = (
-        json.loads(one["args"][one["args"].index("--kv-events-config") + 1])
-        for one in (injected, own)
-    )
+    told, theirs = (option_of(one, "--kv-events-config") for one in (engine, own))
     assert told == {name: value for name, value in theirs.items() if name != "topic"}
-    assert {one["containerPort"] for one in injected["ports"]} == {6000, 6001}
+    assert {one["containerPort"] for one in engine["ports"]} == {6000, 6001}
 
 
 @both_helms
@@ -398,8 +375,8 @@ def test_the_cpu_request_of_a_sidecar_follows_from_the_gpus_of_its_pod(
     values = {"modelDefaults.resources.limits": limits, "sidecar.resources": given}
     rendering = chart.render(ON | MODELS | values, helm=helm)
     document = pods.pod(pods.container(args=["--model", "m"], resources={"limits": limits}))
-    _, _, injected = sidecar_of(rendering, tmp_path, "inference", document)
-    for found in (rendering.container("sidecar"), injected):
+    _, _, theirs = sidecar_of(rendering, tmp_path, "inference", document)
+    for found in (rendering.container("sidecar"), theirs):
         assert amount_of(found["resources"]["requests"]["cpu"]) == amount_of(cpu)
         limit = given.get("limits", {}).get("cpu")
         assert amount_of(found["resources"]["limits"].get("cpu")) == amount_of(limit)
@@ -418,12 +395,11 @@ def test_injected_pods_have_the_connector_of_models(chart: Chart, tmp_path: Path
     values = {"modelDefaults.connector": {"kind": "offloading-tier", "hostMemory": "1536Mi"}}
     rendering = chart.render(ON | MODELS | values)
     pod, _, _ = sidecar_of(rendering, tmp_path, "inference")
-    arguments = pod["spec"]["containers"][0]["args"]
     own = rendering.pod("vllm-tiny")
-    options = own["containers"][0]["args"]
-    assert json.loads(arguments[-1]) == json.loads(
-        options[options.index("--kv-transfer-config") + 1]
+    one, other = (
+        option_of(spec["containers"][0], "--kv-transfer-config") for spec in (pod["spec"], own)
     )
+    assert one == other
     [theirs, ours] = (
         next(one["emptyDir"]["sizeLimit"] for one in spec["volumes"] if one["name"] == name)
         for spec, name in ((pod["spec"], "lmcache-shm"), (own, "shm"))
@@ -494,8 +470,8 @@ def test_injected_pods_are_let_in_from_other_namespaces(rendering: Rendering) ->
     for component, port in ports.items():
         spec = found[f"{component}-injected"]
         [rule] = spec["ingress"]
-        injected = {"matchLabels": {"lmcache.io/injected": "true"}}
-        assert rule["from"] == [{"namespaceSelector": {}, "podSelector": injected}]
+        labels = {"matchLabels": {"lmcache.io/injected": "true"}}
+        assert rule["from"] == [{"namespaceSelector": {}, "podSelector": labels}]
         assert rule["ports"] == [{"port": port, "protocol": "TCP"}]
         assert spec["podSelector"] == found[component]["podSelector"]
         assert ("Egress" in spec["policyTypes"]) == (component == "vllm"), (

@@ -8,7 +8,6 @@ from lmcache_broker.peers.record import SharedPeer
 from lmcache_core.errors import CapacityError
 from lmcache_core.p2p import Lease, Peer
 from lmcache_core.security import Principal
-from lmcache_servicekit.errors import PermissionDeniedError
 
 from tests.fixtures.broker import ACME, OPERATOR, RIVAL, FakeClock, peer
 
@@ -76,30 +75,6 @@ def test_leases_that_ran_out_are_counted_and_those_that_were_ended_are_not(
 
 
 SERVERS = Principal("default", "storage", "servers")
-
-
-def storage(peer_id: str, port: int = 65432) -> Peer:
-    return Peer(peer_id, 1, f"lm://{peer_id}.example:{port}", "storage")
-
-
-@pytest.mark.parametrize(
-    ("principal", "who", "may"),
-    [
-        (ACME, storage("a"), False),
-        (SERVERS, storage("a"), True),
-        (SERVERS, peer("a"), False),
-        (OPERATOR, storage("a"), True),
-    ],
-)
-def test_roles_register_their_own_kind(
-    directory: PeerDirectory, principal: Principal, who: Peer, may: bool
-) -> None:
-    if may:
-        announce(directory, who, principal)
-    else:
-        with pytest.raises(PermissionDeniedError, match=f"kind={who.kind}.*role"):
-            announce(directory, who, principal)
-    assert bool(directory.records()) == may
 
 
 def test_a_registered_sidecar_does_not_hide_a_listed_storage_server(

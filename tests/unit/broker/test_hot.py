@@ -1,5 +1,7 @@
 """Chunks that are pulled often get further copies."""
 
+from typing import Any
+
 import pytest
 from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_broker.transfers import hot as module
@@ -8,31 +10,32 @@ from lmcache_core.p2p import CopyOrder
 from lmcache_core.p2p.messages import ChunkHolders
 from lmcache_core.security import Principal
 
-from tests.fixtures.broker import ACME, RIVAL, FakeClock, at_once, peer, transfer_scheduler
+from tests.fixtures.broker import (
+    ACME,
+    RIVAL,
+    FakeClock,
+    announce,
+    at_once,
+    peer,
+    transfer_scheduler,
+)
 
 CHUNK = "0" * 32
 
 
 class World:
-    def __init__(self, num_pulls: int = 3, num_copies: int = 2) -> None:
+    def __init__(self, *names: str, num_pulls: int = 3, num_copies: int = 2) -> None:
         self.clock = FakeClock()
         self.directory = PeerDirectory(PeerLimits(100, 100, 3_600_000), self.clock)
         self.scheduler = transfer_scheduler(
             self.directory, self.clock, max_pulls=100, ticket_ttl_ms=1_000
         )
         self.hot = HotChunks(self.directory, HotLimits(num_pulls, num_copies))
+        for name in names:
+            self.add(name)
 
-    def add(
-        self,
-        name: str,
-        zone: str = "",
-        load: float = 0.0,
-        draining: bool = False,
-        who: Principal = ACME,
-    ) -> None:
-        self.directory.announce(
-            who, peer(name, zone=zone), load=load, ttl_ms=600_000, draining=draining
-        )
+    def add(self, name: str, zone: str = "", who: Principal = ACME, **status: Any) -> None:
+        announce(self.directory, who, peer(name, zone=zone), **status)
 
     def pull(
         self, *holders: str, requester: str = "me", who: Principal = ACME, chunk_id: str = CHUNK
@@ -51,9 +54,7 @@ class World:
 
 
 def test_a_chunk_is_hot_after_so_many_pulls_within_a_minute() -> None:
-    world = World()
-    for name in "ab":
-        world.add(name)
+    world = World("a", "b")
     for _ in range(2):
         world.pull("a")
         assert world.orders() == []
@@ -69,8 +70,7 @@ def test_a_chunk_is_hot_after_so_many_pulls_within_a_minute() -> None:
 
 
 def test_a_holder_with_a_chunk_in_two_tiers_is_one() -> None:
-    world = World()
-    world.add("a")
+    world = World("a")
     world.pull("a", "a")
     (hot,) = world.hot.hottest(ACME.tenant, 5, world.clock())
     assert hot.num_holders == 2, "with the one that pulls"
@@ -92,9 +92,7 @@ def test_copies_go_to_zones_without_one_then_to_the_least_loaded() -> None:
 
 
 def test_enough_holders_are_enough() -> None:
-    world = World(num_pulls=1, num_copies=2)
-    for name in "abc":
-        world.add(name)
+    world = World("a", "b", "c", num_pulls=1, num_copies=2)
     world.pull("a", "b")
     assert world.orders("a") == world.orders("b") == []
     world.pull("a", "gone", chunk_id="1" * 32)
@@ -102,9 +100,7 @@ def test_enough_holders_are_enough() -> None:
 
 
 def test_order_that_is_not_fetched_expires_and_is_made_again() -> None:
-    world = World(num_pulls=1)
-    for name in "ab":
-        world.add(name)
+    world = World("a", "b", num_pulls=1)
     world.pull("a")
     world.clock.now_s += ORDER_TTL_S
     assert world.orders() == []
@@ -113,9 +109,7 @@ def test_order_that_is_not_fetched_expires_and_is_made_again() -> None:
 
 
 def test_answer_orders_a_bounded_number_of_copies() -> None:
-    world = World(num_pulls=1)
-    for name in "ab":
-        world.add(name)
+    world = World("a", "b", num_pulls=1)
     for number in range(65):
         world.pull("a", chunk_id=f"{number:032x}")
     assert [len(world.orders()) for _ in range(3)] == [64, 1, 0]
@@ -136,10 +130,8 @@ def test_nothing_is_hot_where_it_is_off_and_memory_is_bounded(
 ) -> None:
     monkeypatch.setattr(module, "MAX_COUNTED_CHUNKS", 2)
     monkeypatch.setattr(module, "MAX_ORDERS", 1)
-    off, on = World(num_pulls=0), World(num_pulls=2)
+    off, on = World("a", "b", num_pulls=0), World("a", "b", num_pulls=2)
     for world in (off, on):
-        for name in "ab":
-            world.add(name)
         for chunk_id in ("1" * 32, "2" * 32, "3" * 32, "1" * 32):
             world.pull("a", chunk_id=chunk_id)
     assert off.orders() == []

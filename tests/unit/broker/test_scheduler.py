@@ -13,7 +13,16 @@ from lmcache_broker.transfers import scheduler as module
 from lmcache_core.p2p.messages import ChunkHolders, TransferResponse
 from lmcache_core.security import Principal, TicketVerifier
 
-from tests.fixtures.broker import ACME, KEYS, OPERATOR, RIVAL, FakeClock, peer, transfer_scheduler
+from tests.fixtures.broker import (
+    ACME,
+    KEYS,
+    OPERATOR,
+    RIVAL,
+    FakeClock,
+    announce,
+    peer,
+    transfer_scheduler,
+)
 from tests.fixtures.virtual_time import CLOCK
 from tests.fixtures.waiting import until
 
@@ -33,7 +42,7 @@ class Office:
         self.scheduler = transfer_scheduler(
             self.directory, self.clock, max_pulls=MAX_PULLS, ticket_ttl_ms=TTL_MS
         )
-        self.directory.announce(OPERATOR, peer("a"), load=0.0, ttl_ms=600_000, draining=False)
+        announce(self.directory, OPERATOR, peer("a"))
         self.served: list[str] = []
 
     async def ask(
@@ -164,7 +173,7 @@ async def test_waiter_cancelled_while_it_is_served_takes_no_slot(
 
 async def test_waiter_blocks_no_peer_that_it_cannot_see(office: Office) -> None:
     """It may name any id as a holder, also that of another tenant's peer."""
-    office.directory.announce(RIVAL, peer("theirs"), load=0.0, ttl_ms=600_000, draining=False)
+    announce(office.directory, RIVAL, peer("theirs"))
     for name in ("r1", "r2"):
         await office.ask(name)
     waiting = asyncio.create_task(office.ask("r3", holders=("a", "theirs")))
@@ -215,9 +224,7 @@ async def test_pull_is_not_renewed_beyond_its_bound_or_at_another_life_of_its_pe
     office.clock.now_s += 4.5
     assert await office.scheduler.renew(ACME, "r1", [old.pull]) == []
     (pull,) = (await office.ask("r2")).assignments
-    office.directory.announce(
-        OPERATOR, peer("a", incarnation=2), load=0.0, ttl_ms=600_000, draining=False
-    )
+    announce(office.directory, OPERATOR, peer("a", incarnation=2))
     assert await office.scheduler.renew(ACME, "r2", [pull.pull]) == []
 
 
@@ -239,11 +246,9 @@ async def test_the_queue_is_bounded_for_each_tenant_and_for_all(
 
 async def test_memory_before_disk_but_near_before_far() -> None:
     office = Office()
-    office.directory.announce(ACME, peer("me", node="n1"), load=0.0, ttl_ms=600_000, draining=False)
+    announce(office.directory, ACME, peer("me", node="n1"))
     for name, node, load in (("disk", "n2", 0.0), ("memory", "n3", 0.4), ("here", "n1", 0.9)):
-        office.directory.announce(
-            ACME, peer(name, node=node), load=load, ttl_ms=600_000, draining=False
-        )
+        announce(office.directory, ACME, peer(name, node=node), load=load)
 
     async def chosen(*holders: tuple[str, str]) -> str:
         names, tiers = zip(*holders, strict=True)

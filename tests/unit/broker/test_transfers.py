@@ -7,7 +7,15 @@ from lmcache_broker.peers.directory import PeerDirectory, PeerLimits
 from lmcache_core.p2p import Peer
 from lmcache_core.p2p.messages import TransferResponse
 
-from tests.fixtures.broker import ACME, FakeClock, at_once, peer, transfer_scheduler, wanted
+from tests.fixtures.broker import (
+    ACME,
+    FakeClock,
+    announce,
+    at_once,
+    peer,
+    transfer_scheduler,
+    wanted,
+)
 
 TTL_MS = 5_000
 
@@ -24,7 +32,7 @@ class World:
 
     def add(self, *peers: Peer, load: float = 0.0) -> None:
         for each in peers:
-            self.directory.announce(ACME, each, load=load, ttl_ms=600_000, draining=False)
+            announce(self.directory, ACME, each, load=load)
 
     def ask(
         self, holders_by_chunk: dict[str, list[str]], requester: str = "me"

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import jsonpatch
 import kubernetes.config
 import pytest
 from lmcache_ctl.kube import access
@@ -17,9 +16,9 @@ from lmcache_ctl.kube.access import KubeApi
 from lmcache_ctl.kube.pods import pods_of
 from lmcache_ctl.options import CtlSettings
 from lmcache_webhook.app import injection_options
-from lmcache_webhook.injection.injector import review_pod
 from lmcache_webhook.settings import WebhookSettings
 
+from tests.fixtures import reviews
 from tests.fixtures.pods import Pod, container, pod
 
 NAMED, NO_CONTEXT = "named.yaml", "no-context.yaml"
@@ -105,23 +104,17 @@ class Namespace:
         ]
 
 
-def injected(by: str) -> Pod:
+def asking(by: str) -> Pod:
     """A pod as the webhook leaves it, that has asked by its label or by its annotation."""
     document = pod(container(args=["m"]))
     document["metadata"] = {"name": f"by-{by}", f"{by}s": {"lmcache.io/inject": "true"}}
-    outcome = review_pod(
-        injection_options(WebhookSettings(sidecar_image="s:1", payload_image="p:1")),
-        document,
-        "team-a",
-    )
-    assert outcome.verdict == "injected", outcome.reason
-    changed: Pod = jsonpatch.apply_patch(document, outcome.operations)
-    return changed
+    settings = WebhookSettings(sidecar_image="s:1", payload_image="p:1")
+    return reviews.injected(injection_options(settings), document)
 
 
 @pytest.mark.parametrize("by", ["label", "annotation"])
 def test_injected_pods_are_found_however_they_have_asked(by: str) -> None:
     ours = {"metadata": {"name": "ours", "labels": {"app.kubernetes.io/part-of": "lmcache"}}}
     strange = {"metadata": {"name": "strange", "labels": {"lmcache.io/inject": "true"}}}
-    cluster = cast(KubeApi, Namespace(ours, strange, injected(by)))
+    cluster = cast(KubeApi, Namespace(ours, strange, asking(by)))
     assert [one.metadata.name for one in pods_of(cluster, None)] == ["ours", f"by-{by}"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,8 +19,7 @@ from lmcache_core.config.foreign_names import FOREIGN_NAMES
 from lmcache_core.config.options import SIDECAR_SETTING
 from lmcache_core.config.sources import is_not_ours
 from lmcache_ctl.errors import UsageError
-from lmcache_ctl.migrate import _print, migration_of
-from lmcache_ctl.output import show
+from lmcache_ctl.migrate import migration_of
 from lmcache_sidecar.settings import SidecarSettings
 
 from tests.fixtures.ctl import Ctl
@@ -68,35 +67,23 @@ def test_tiers_become_the_sidecars_and_the_rest_stays_with_the_engine(tmp_path: 
     assert not found.refused
 
 
-def test_all_refusals_are_reported_at_once(tmp_path: Path) -> None:
-    options = {
-        "chunk_size": 0,
-        "enable_pd": True,
-        "remote_url": "lm://h:1",
-        "remote_serde": "torch",
-        "max_local_disc": 4,
-        "enable_blending": True,
-        "lookup_url": "localhost:8100",
-        "local_cpu": False,
-    }
-    said = Ctl().text("migrate", written(tmp_path, **options), code=1)
-    for name in options.keys() - {"local_cpu", "remote_url"}:
-        assert f"{name}=" in said or f"{name!r}" in said, name
-    assert Ctl().json("migrate", tmp_path / "lmcache.yaml", code=1)["sidecar"] == {
-        "remote_url": "lm://h:1"
-    }
-
-
-def test_a_tier_that_is_off_needs_no_valid_size(tmp_path: Path) -> None:
-    options = {"local_disk": None, "max_local_disk_size": 10737418240}
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"local_disk": None, "max_local_disk_size": 10737418240}, "max_local_disk_size"),
+        (
+            {"blocking_timeout_secs": 120},
+            "blocking_timeout_secs: tier_timeout_s=120: the longest wait on a tier here",
+        ),
+    ],
+    ids=["a tier that is off needs no valid size", "a wait becomes a deadline"],
+)
+def test_what_becomes_something_else_is_noted(
+    options: dict[str, Any], note: str, tmp_path: Path
+) -> None:
     found = migration_of(written(tmp_path, **options))
     assert not found.refused
-    assert any("max_local_disk_size" in note for note in found.notes)
-
-
-def test_a_wait_that_becomes_a_deadline_is_named(tmp_path: Path) -> None:
-    notes = "\n".join(migration_of(written(tmp_path, blocking_timeout_secs=120)).notes)
-    assert "blocking_timeout_secs: tier_timeout_s=120: the longest wait on a tier here" in notes
+    assert any(note in said for said in found.notes)
 
 
 def test_sizes_are_said_to_be_per_gpu_where_there_are_any(tmp_path: Path) -> None:
@@ -120,12 +107,6 @@ def test_the_known_names_are_listed_once(tmp_path: Path) -> None:
     told = Ctl().text("migrate", written(tmp_path, foo=1, bar=2, chunksize=3), code=1)
     assert told.count("; known: chunk_size, ") == 1
     assert "unknown option 'chunksize'; did you mean 'chunk_size'?" in told
-
-
-def test_null_asks_for_nothing_under_any_name(tmp_path: Path) -> None:
-    found = migration_of(written(tmp_path, **dict.fromkeys(NAMES)))
-    assert (found.sidecar, found.engine, found.refused) == ({}, {}, [])
-    assert not [name for name in NAMES if name not in " ".join(found.notes)]
 
 
 def test_a_size_that_is_not_there_is_to_be_chosen(tmp_path: Path) -> None:
@@ -315,31 +296,6 @@ def test_a_scheme_of_lmcache_becomes_ours_or_has_advice(
     found = migration_of(written(tmp_path, remote_url=url))
     assert found.sidecar.get("remote_url") == ours
     assert said in "\n".join([*found.notes, *found.refused])
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"distributed_url": "localhost:8201"}, "must be lm://host:port"),
-        ({"distributed_url": "lm://0.0.0.0:1"}, "unspecified"),
-        ({"distributed_url": "lm://h:1", "peer_tls_cert_file": "/c"}, "write lm+tls://"),
-        ({"lookup_url": "http://h:99999"}, "port"),
-        ({"broker_url": "h:1"}, "http://host:port"),
-        ({"remote_url": "lm://h:1/path"}, "must be lm://host:port"),
-        ({"peer_tls_name": "x" * 300}, "253"),
-        (
-            {"remote_url": "lm://h:1", "remote_token_file": "/a", "peer_token_file": "/b"},
-            "one service_token_file",
-        ),
-    ],
-    ids=str,
-)
-def test_what_a_sidecar_would_refuse_is_not_printed(
-    options: Any, said: str, tmp_path: Path
-) -> None:
-    found = migration_of(written(tmp_path, **options))
-    assert any(said in line for line in found.refused), found.refused
-    SidecarSettings(**found.sidecar)
 
 
 MANIFEST = """
@@ -621,20 +577,23 @@ def derived(value: Any) -> list[Any]:
     return forms
 
 
-def check(file: Path, source: dict[str, Any]) -> None:
-    try:
-        found = migration_of(file)
-    except UsageError:
-        assert not source.keys() & set(NAMES)
-        return
-    for output in ("table", "json", "yaml"):
-        with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
-            show(found, output, _print)
-    SidecarSettings(
-        **{name: CHOSEN.get(name, "/chosen") for name in found.to_choose} | found.sidecar
-    )
+def accepted(found: Any) -> Any:
+    """A migration whose results are taken by what reads them."""
+    chosen = {name: CHOSEN.get(name, "/chosen") for name in found.to_choose}
+    SidecarSettings(**chosen | found.sidecar)
     LMCacheEngineConfig.from_defaults(**{"remote_url": None, "sidecar_socket": "/s"} | found.engine)
     CHART.validate(found.chart)
+    return found
+
+
+def check(file: Path, source: dict[str, Any], place: Place) -> int:
+    """Check what a source becomes; returns the exit code that the command must have."""
+    file.write_text(place(source), encoding="utf-8")
+    try:
+        found = accepted(migration_of(file))
+    except UsageError:
+        assert not source.keys() & set(NAMES)
+        return 2
     possible = [each for value in source.values() for each in derived(value)]
     for setting, value in {**found.sidecar, **found.engine}.items():
         assert any(value == each for each in possible), (setting, value)
@@ -645,6 +604,29 @@ def check(file: Path, source: dict[str, Any]) -> None:
         settings = [name, *BECOMES.get(name, instead.removeprefix(SIDECAR_SETTING)).split(" and ")]
         is_carried = any(carried.get(each) in derived(value) for each in settings)
         assert is_carried or name in said or repr(name)[1:-1] in said, name
+    return 1 if found.refused else 0
+
+
+Place = Callable[[dict[str, Any]], str]
+
+
+def as_file(source: dict[str, Any]) -> str:
+    return json.dumps(source)  # which is YAML
+
+
+def as_variables(source: dict[str, Any]) -> str:
+    """Of a container: null is no value, all others are texts."""
+    variables = [
+        {"name": f"LMCACHE_{name.upper()}"} | ({} if value is None else {"value": str(value)})
+        for name, value in source.items()
+    ]
+    return json.dumps({"kind": "Pod", "env": variables})
+
+
+def as_connector(source: dict[str, Any]) -> str:
+    extra = {f"lmcache.{name}": value for name, value in source.items()}
+    config = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}
+    return json.dumps({"kind": "Pod", "args": ["--kv-transfer-config", json.dumps(config)]})
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -655,32 +637,27 @@ def test_every_option_of_ours_is_carried_over_or_named(
 ) -> None:
     """With values that it takes."""
     source = {name: data.draw(fitting(name).filter(lambda value: value != OPTIONS[name].default))}
-    file = tmp_path_factory.getbasetemp() / "any.yaml"
-    file.write_text(json.dumps(source), encoding="utf-8")
-    check(file, source)
+    check(tmp_path_factory.getbasetemp() / "any.yaml", source, as_file)
 
 
-@given(source=CONFIGURATIONS)
-def test_any_option_is_carried_over_or_named(
-    source: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+TWO_TOKENS = {"remote_url": "lm://h:1", "remote_token_file": "/a", "peer_token_file": "/b"}
+
+
+@pytest.mark.parametrize("place", [as_file, as_connector])
+@given(source=CONFIGURATIONS, output=st.sampled_from(["table", "json", "yaml"]))
+@example(output="table", source={"distributed_url": "lm://h:1", "peer_tls_key_file": "/k"})
+@example(output="table", source={"distributed_url": "lm://h:1", "peer_tls_cert_file": "/c"})
+@example(output="table", source=TWO_TOKENS)
+def test_any_configuration_is_carried_over_or_named(
+    place: Place, source: dict[str, Any], output: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Every value of the result is the source's, and all that takes them takes the result."""
+    """Every value of the result is the source's, all that takes them takes the result, and it is
+    shown in every format.
+    """
     file = tmp_path_factory.getbasetemp() / "any.yaml"
-    file.write_text(json.dumps(source), encoding="utf-8")  # which is YAML
-    check(file, source)
-
-
-@given(source=CONFIGURATIONS)
-@example(source={"distributed_url": "lm://h:1", "peer_tls_key_file": "/k"})
-def test_any_connector_of_a_manifest_is_carried_over_or_named(
-    source: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    extra = {f"lmcache.{name}": value for name, value in source.items()}
-    config = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}
-    file = tmp_path_factory.getbasetemp() / "any.yaml"
-    args = ["--kv-transfer-config", json.dumps(config)]
-    file.write_text(json.dumps({"kind": "Pod", "args": args}), encoding="utf-8")
-    check(file, source)
+    code = check(file, source, place)
+    said = Ctl().run("migrate", file, "-o", output, code=code)
+    assert said.stdout.encode() or code == 2
 
 
 # --- Every name in every form ---------------------------------------------------------------------
@@ -693,19 +670,6 @@ AROUND = {
 }
 """Tiers, without which some options mean nothing."""
 UNITS = ("5Gi", "30s", "80%")
-
-
-def as_file(source: dict[str, Any]) -> str:
-    return json.dumps(source)
-
-
-def as_variables(source: dict[str, Any]) -> str:
-    """Of a container: null is no value, all others are texts."""
-    variables = [
-        {"name": f"LMCACHE_{name.upper()}"} | ({} if value is None else {"value": str(value)})
-        for name, value in source.items()
-    ]
-    return json.dumps({"kind": "Pod", "env": variables})
 
 
 PLACES = pytest.mark.parametrize("place", [as_file, as_variables])
@@ -723,18 +687,12 @@ def values_of(name: str) -> list[Any]:
 class Migrations:
     """Migrates sources from one place; whatever comes out is checked by what reads it."""
 
-    def __init__(self, file: Path, place: Any) -> None:
+    def __init__(self, file: Path, place: Place) -> None:
         self._file, self._place = file, place
 
     def __call__(self, source: dict[str, Any]) -> Any:
         self._file.write_text(self._place(source), encoding="utf-8")
-        found = migration_of(self._file)
-        chosen = {name: CHOSEN.get(name, "/chosen") for name in found.to_choose}
-        SidecarSettings(**chosen | found.sidecar)
-        engine = {"remote_url": None, "sidecar_socket": "/s"} | found.engine
-        LMCacheEngineConfig.from_defaults(**engine)
-        CHART.validate(found.chart)
-        return found
+        return accepted(migration_of(self._file))
 
 
 @pytest.fixture

@@ -63,16 +63,6 @@ def ask(url: str, path: str, body: Any = None, **settings: Any) -> dict[str, Any
     return Reach(CtlSettings(sidecar_urls=[url], **settings), Kind.SIDECAR).ask("POST", path, body)
 
 
-def test_the_question_and_the_token_get_there(url: str, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("s3cret\n")
-    asked: dict[str, Any] = {"token_ids": [1, 2]}
-    assert ask(url + "/", "/echo", asked, token_file=tmp_path / "token") == {
-        "token": "Bearer s3cret",
-        "body": asked,
-    }
-    assert ask(url, "/fine", {}) == {"a": 1}
-
-
 @pytest.mark.parametrize(
     ("path", "said"),
     [

@@ -106,9 +106,6 @@ def test_pieces_have_the_tokens_of_the_whole(
         assert answers == [encode(answer) for _, answer in prompt.questions]
 
 
-# --- Training rows --------------------------------------------------------------------------------
-
-
 # --- The model ------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,13 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from lmcache_core.lookup import ContainsAnswer, LookupAnswer, RouteAnswer
+from lmcache_core.lookup import (
+    MAX_CHUNKS_PER_LOOKUP,
+    ContainsAnswer,
+    LookupAnswer,
+    RouteAnswer,
+    RouteEntry,
+)
 from lmcache_core.lookup.messages import JSON, MSGPACK, PackedLookupAnswer
 
 from tests.fixtures.sample_service import ADMIN_TOKEN, CLIENT_TOKEN, write_tokens
@@ -51,12 +57,12 @@ async def test_both_formats_of_every_question_say_the_same() -> None:
         assert [run.num_chunks for run in first.runs] == [2, 1, 1]
         for path, kind, expected in (
             ("/v1/contains", ContainsAnswer, ContainsAnswer([True, True, True, True, False])),
-            ("/v1/route", RouteAnswer, None),
+            # `a` has the fourth chunk as well, but not the third.
+            ("/v1/route", RouteAnswer, RouteAnswer([RouteEntry("b", 3), RouteEntry("a", 2)])),
         ):
             packed = msgspec.msgpack.decode((await post(client, path, asked)).content, type=kind)
             text = msgspec.json.decode((await client.post(path, json=plain)).content, type=kind)
-            assert packed == text
-            assert expected is None or packed == expected
+            assert packed == text == expected
         assert (await client.get(f"/v1/chunks/{IDS[4].hex()}/locations")).json() == {
             "holders": [],
             "degraded": False,
@@ -136,11 +142,16 @@ EVENT_OF_A_SHORT_ID = {
         ("/v1/lookup", msgspec.msgpack.encode({"chunk_ids": b"x" * 16 * 8193}), 422),
         ("/v1/lookup", msgspec.msgpack.encode({"chunk_ids": b"", "exclude": ["a\n"]}), 422),
         ("/v1/events", msgspec.msgpack.encode(EVENT_OF_A_SHORT_ID), 422),
+        ("/v1/lookup", {"chunk_ids": ["0A" * 16]}, 422),
+        ("/v1/lookup", {"chunk_ids": ["0a" * 16] * (MAX_CHUNKS_PER_LOOKUP + 1)}, 422),
+        ("/v1/lookup", {"chunk_ids": ["0a" * 16], "exclude": ["a/b"]}, 422),
+        ("/v1/admin/evict", {"chunk_ids": ["x"]}, 422),
     ],
 )
-async def test_malformed_bodies_are_refused(path: str, body: bytes, status: int) -> None:
+async def test_malformed_bodies_are_refused(path: str, body: Any, status: int) -> None:
+    sent = {"content": body, "headers": PACKED} if isinstance(body, bytes) else {"json": body}
     async with serving() as client:
-        reply = await client.post(path, content=body, headers=PACKED)
+        reply = await client.post(path, **sent)
     assert (reply.status_code, reply.headers["content-type"]) == (
         status,
         "application/problem+json",

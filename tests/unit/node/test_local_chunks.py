@@ -6,19 +6,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.disk import DiskBackend
-from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 
-from tests.fixtures.local_chunks import local_chunks
+from tests.fixtures.local_chunks import hot_with, local_chunks, put
 from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
 
 
 @pytest.fixture
 def hot() -> LocalCPUBackend:
-    return LocalCPUBackend(ArenaAllocator.anonymous(4096), create_policy("lru"))
+    return hot_with(num_bytes=8192)
 
 
 @pytest.fixture
@@ -29,17 +27,11 @@ async def disk(tmp_path: Path) -> AsyncIterator[DiskBackend]:
     await backend.close()
 
 
-def put(hot: LocalCPUBackend, *names: object) -> None:
-    for name in names:
-        chunk = make_chunk(name, allocate=hot.allocate)
-        hot.put_many([chunk])
-        chunk.release()
-
-
 async def test_memory_comes_before_the_disk_and_no_chunk_twice(
     hot: LocalCPUBackend, disk: DiskBackend
 ) -> None:
     put(hot, "a", "b")
+    put(hot, "elsewhere", tenant="other")
     for chunk in (
         make_chunk("old"),
         make_chunk("new"),
@@ -52,10 +44,8 @@ async def test_memory_comes_before_the_disk_and_no_chunk_twice(
     assert all(num_bytes > 1000 for _, num_bytes in listed)
 
 
-async def test_reading_the_disk_evicts_nothing_from_memory(
-    hot: LocalCPUBackend, disk: DiskBackend
-) -> None:
-    put(hot, 0, 1, 2, 3)
+async def test_reading_the_disk_evicts_nothing_from_memory(disk: DiskBackend) -> None:
+    hot = hot_with(0, 1, 2, 3, num_bytes=4096)
     await disk.batched_put([make_chunk(name) for name in ("x", "y")])
     chunks = local_chunks(hot, disk)
     results = await chunks.read([make_key(name) for name in ("x", 1, "y", "nowhere")])

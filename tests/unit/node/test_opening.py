@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -47,18 +46,6 @@ async def test_undrain_ends_a_drain_that_only_the_broker_has_ordered(
         assert node.is_draining
         await node.undrain()
         assert not node.is_draining
-
-
-async def test_a_taken_port_is_named_and_the_disk_is_free_again(kind: str, tmp_path: Path) -> None:
-    disk = {"disk_path": tmp_path / "disk", "disk_gb": 0.01}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        app = node_app(kind, tmp_path, lm_port=taken.getsockname()[1], **disk)
-        with pytest.raises(ConfigError, match="lm_port"):
-            async with app.router.lifespan_context(app):
-                pass
-    app = node_app(kind, tmp_path, **disk)
-    async with app.router.lifespan_context(app):
-        """The directory has no owner."""
 
 
 @pytest.mark.parametrize("part", [LmServer, InstanceReporter, PeerRegistration])

@@ -14,7 +14,7 @@ from lmcache_servicekit.app import create_service_app
 from lmcache_servicekit.health import HealthRegistry
 from lmcache_servicekit.state import service_state
 
-from tests.fixtures.sample_service import SampleSettings, asgi_client, create_app
+from tests.fixtures.sample_service import SampleSettings
 
 pytestmark = pytest.mark.virtual_time
 
@@ -115,18 +115,3 @@ async def test_closing_service_reports_nothing_as_unavailable(
     async with asyncio.timeout(30), app.router.lifespan_context(app):
         await asked.wait()
     assert [line for line in caplog.messages if "unavailable" in line] == []
-
-
-async def test_readiness_and_liveness() -> None:
-    app = create_app(SampleSettings())
-    async with asgi_client(app) as client:
-        service_state(app).health.add("gone", broken, required=False)
-        ready = await client.get("/readyz")
-        assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
-        service_state(app).health.add("gone", broken)
-        ready = await client.get("/readyz")
-        assert (ready.status_code, set(ready.json()["checks"]["gone"])) == (
-            503,
-            {"ok", "detail", "latency_ms"},
-        )
-        assert (await client.get("/healthz")).json() == {"status": "ok"}

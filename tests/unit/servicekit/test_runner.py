@@ -61,19 +61,6 @@ def test_print_config_also_checks_the_files_that_settings_name(
     assert f"tls_cert_file={tmp_path / 'tls.crt'}: No such file or directory" in line
 
 
-def test_a_bad_setting_is_exit_code_2_and_one_line_each(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LMCACHE_SAMPLE_PORT", "x")
-    monkeypatch.setenv("LMCACHE_SAMPLE_RATIO", "0")
-    assert run() == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.partition("=")[0] for line in lines] == [
-        "lmcache-servicekit: port",
-        "lmcache-servicekit: ratio",
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "code"), [(["--version"], 0), (["--nonsense"], 2), (["--conf", "x"], 2)]
 )

@@ -11,11 +11,9 @@ import msgspec
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory import ArenaAllocator
 from lmcache_core.p2p import ModelFigures, PeerFigures, TierFigures
 from lmcache_core.p2p.messages import MAX_COUNTED_PEERS
 from lmcache_core.p2p.pull import PulledBytes
-from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.tiers import TierSet
 from lmcache_core.telemetry import Counters
@@ -25,8 +23,8 @@ from lmcache_sidecar.heartbeat import MAX_SAMPLED_CHUNKS, ExclusiveBytes, OwnLoa
 from lmcache_sidecar.holders import Holders
 
 from tests.fixtures.known_holders import KnownHolders, held_by
-from tests.fixtures.local_chunks import local_chunks
-from tests.suites.chunks import make_chunk, make_key
+from tests.fixtures.local_chunks import hot_with, local_chunks
+from tests.suites.chunks import make_key
 
 NUM_CHUNKS = 4
 
@@ -42,15 +40,6 @@ class Remote:
         return [key in self.held for key in keys]
 
 
-def hot_with(num_chunks: int) -> LocalCPUBackend:
-    hot = LocalCPUBackend(ArenaAllocator.anonymous(1 << 20), create_policy("lru"))
-    for name in range(num_chunks):
-        chunk = make_chunk(name, allocate=hot.allocate)
-        assert hot.put_many([chunk]) == [True]
-        chunk.release()
-    return hot
-
-
 def sole(
     hot: LocalCPUBackend, lookup: KnownHolders, remote: Remote | None = None
 ) -> ExclusiveBytes:
@@ -58,7 +47,7 @@ def sole(
 
 
 async def test_bytes_that_neither_storage_nor_peers_hold() -> None:
-    hot = hot_with(NUM_CHUNKS)
+    hot = hot_with(*range(NUM_CHUNKS))
     size = dict(hot.held())[make_key(3)]
     lookup = KnownHolders(held_by("b", make_key(0).key.chunk_id()))
     estimate = sole(hot, lookup, Remote({make_key(1), make_key(2)}))
@@ -73,7 +62,7 @@ async def test_bytes_that_neither_storage_nor_peers_hold() -> None:
 @pytest.mark.parametrize("away", ["lookup", "remote"])
 async def test_unavailable_holder_leaves_the_bytes_unknown(away: str) -> None:
     estimate = sole(
-        hot_with(NUM_CHUNKS),
+        hot_with(*range(NUM_CHUNKS)),
         KnownHolders(is_away=away == "lookup"),
         Remote(is_away=away == "remote"),
     )
@@ -83,7 +72,7 @@ async def test_unavailable_holder_leaves_the_bytes_unknown(away: str) -> None:
 
 async def test_only_a_sample_of_chunks_is_looked_up() -> None:
     num_chunks = 3 * MAX_SAMPLED_CHUNKS + 5
-    hot, lookup = hot_with(num_chunks), KnownHolders()
+    hot, lookup = hot_with(*range(num_chunks), num_bytes=1 << 20), KnownHolders()
     estimate = sole(hot, lookup)
     await estimate.measure()
     assert estimate.num_bytes == sum(size for _, size in hot.held())
@@ -99,7 +88,7 @@ async def test_engines_do_not_wait_while_chunks_are_listed() -> None:
             return super().hottest_first()
 
     estimate = ExclusiveBytes(
-        Slow(hot_with(NUM_CHUNKS), None, None, 60.0, lambda key: True),
+        Slow(hot_with(*range(NUM_CHUNKS)), None, None, 60.0, lambda key: True),
         None,
         Holders(KnownHolders(), "a"),  # type: ignore[arg-type]
         60.0,
@@ -110,7 +99,7 @@ async def test_engines_do_not_wait_while_chunks_are_listed() -> None:
 
 
 def test_figures_are_the_sidecars_counters() -> None:
-    hot, counters, pulled = hot_with(NUM_CHUNKS), Counters(), PulledBytes()
+    hot, counters, pulled = hot_with(*range(NUM_CHUNKS)), Counters(), PulledBytes()
     for name, amount, label in (
         (metrics.REQUESTED_CHUNKS_TOTAL, 9, ""),
         (metrics.LOADED_CHUNKS_TOTAL, 5, "peers"),
@@ -155,7 +144,7 @@ def test_broker_accepts_heartbeats_with_any_counts(count: int, model: str) -> No
         *(metrics.SAVED_TOKENS_TOTAL, metrics.SAVED_PREFILL_MICROSECONDS_TOTAL),
     ):
         counters.add(name, count, model)
-    figures = heartbeat_figures(TierSet(hot=hot_with(1)), counters, count, {model: 64.0})
+    figures = heartbeat_figures(TierSet(hot=hot_with(0)), counters, count, {model: 64.0})
     assert msgspec.json.decode(msgspec.json.encode(figures), type=PeerFigures) == figures
 
 

@@ -22,7 +22,7 @@ from tests.fixtures.embedded import PATIENCE_S, until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.kv import CHUNK_SIZE, empty_kv, make_metadata, random_kv, tokens_of
 from tests.fixtures.late_socket import late_socket
-from tests.fixtures.sidecar import RunningSocket, engine_at, running_socket
+from tests.fixtures.sidecar import RunningSocket, connected, engine_at, running_socket
 from tests.suites.chunks import held_keys
 
 
@@ -34,10 +34,8 @@ def sidecar(tmp_path: Path) -> Iterator[RunningSocket]:
 
 @pytest.fixture
 def client(sidecar: RunningSocket) -> Iterator[SidecarConnection]:
-    connection = SidecarConnection(sidecar.path, HELLO, PATIENCE_S)
-    connection.open()
-    yield connection
-    connection.close()
+    with connected(sidecar.path) as connection:
+        yield connection
 
 
 def key_of(number: int, group: str = "") -> CacheEngineKey:
@@ -183,14 +181,12 @@ def test_commit_with_a_bad_head_is_refused_and_its_memory_freed(
 def test_a_reservation_is_committed_once_and_by_its_owner(
     sidecar: RunningSocket, client: SidecarConnection
 ) -> None:
-    other = SidecarConnection(sidecar.path, HELLO, PATIENCE_S)
-    other.open()
     (extent,) = lent(client, 3)
     commit = m.Commit(((extent.id, head_of(1, b"abc")),))
-    assert other.call(commit, m.ContainsOk).present == [False]
+    with connected(sidecar.path) as other:
+        assert other.call(commit, m.ContainsOk).present == [False]
     assert client.call(commit, m.ContainsOk).present == [True]
     assert client.call(commit, m.ContainsOk).present == [False]
-    other.close()
 
 
 def test_pins_of_all_clients_leave_some_of_the_arena(
@@ -218,9 +214,9 @@ def test_pins_of_all_clients_leave_some_of_the_arena(
 
 def test_versions_must_meet(sidecar: RunningSocket) -> None:
     hello = msgspec.structs.replace(HELLO, version_min=2, version_max=6)
-    connection = SidecarConnection(sidecar.path, hello, PATIENCE_S)
-    with pytest.raises(VersionError, match="supports versions 1 to 1"):
-        connection.open()
+    refused = pytest.raises(VersionError, match="supports versions 1 to 1")
+    with refused, connected(sidecar.path, hello):
+        pass
 
 
 def test_garbage_ends_its_own_connection_only(

@@ -17,7 +17,6 @@ from lmcache_core.errors import ConfigError
 from lmcache_core.keys import CacheEngineKey
 from lmcache_core.memory import MemoryObj
 from lmcache_core.record import Extension, encode_head, payload_digest, raw_header
-from lmcache_core.sidecar import SidecarConnection
 from lmcache_core.wire import messages as m
 from lmcache_sidecar.arena.journal import ArenaJournal
 from lmcache_sidecar.socket import session as session_module
@@ -25,7 +24,7 @@ from lmcache_sidecar.socket import session as session_module
 from tests.fixtures.embedded import PATIENCE_S, until
 from tests.fixtures.frames import HELLO, greeted
 from tests.fixtures.kv import CHUNK_SIZE, random_kv, tokens_of
-from tests.fixtures.sidecar import TIMEOUT_S, engine_at, running_socket
+from tests.fixtures.sidecar import TIMEOUT_S, connected, engine_at, running_socket
 
 
 def test_a_store_that_fails_half_way_leaves_no_reservation(tmp_path: Path) -> None:
@@ -88,33 +87,23 @@ def test_connection_during_the_close_is_ended(tmp_path: Path, num_turns: int) ->
             assert client.recv(1) == b""
 
 
-@pytest.mark.parametrize("refused", [HELLO, m.Reject((-1,)), m.Stage("t", ((9, b""),), True, 1, 0)])
+INCOMPLETE = m.Commit(tuple((n, bytes(60_000)) for n in range(10)))
+
+
+@pytest.mark.parametrize(
+    "refused", [HELLO, m.Reject((-1,)), m.Stage("t", ((9, b""),), True, 1, 0), INCOMPLETE]
+)
 def test_a_refused_client_keeps_its_memory_until_it_has_gone(
-    tmp_path: Path, refused: m.Message
+    tmp_path: Path, refused: m.Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still be writing to its reservation, so that no other client may get that memory."""
-    with running_socket(tmp_path) as running:
-        with greeted(running.path) as client:
-            client.say(m.ReserveExtents((1000,)))
-            used = running.allocator.used_bytes
-            assert isinstance(client.say(refused), m.ErrorMessage)
-            assert client.socket.recv(1) == b"", "the sidecar has ended the connection"
-            with greeted(running.path) as other:
-                other.say(m.Stats())
-            assert running.allocator.used_bytes == used > 0
-        until(lambda: running.allocator.used_bytes == 0)
-
-
-def test_client_with_an_incomplete_request_keeps_its_memory_until_it_has_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(session_module, "LARGE_REQUEST_TIMEOUT_S", 0.1)
     with running_socket(tmp_path) as running:
         with greeted(running.path) as client:
             client.say(m.ReserveExtents((1000,)))
             used = running.allocator.used_bytes
-            large = client.frame(m.Commit(tuple((n, bytes(60_000)) for n in range(10))))
-            client.socket.sendall(large[:-1])
+            request = client.frame(refused)
+            client.socket.sendall(request[:-1] if refused is INCOMPLETE else request)
             assert isinstance(client.answer(), m.ErrorMessage)
             assert client.socket.recv(1) == b"", "the sidecar has ended the connection"
             with greeted(running.path) as other:
@@ -135,9 +124,7 @@ def test_client_that_does_not_read_does_not_delay_the_end(tmp_path: Path) -> Non
 def test_heads_beyond_one_answer_are_misses(tmp_path: Path) -> None:
     """Extensions of later versions may make heads large."""
     names = [CacheEngineKey("vllm", "org/model", 1, 0, f"{number:064x}") for number in range(200)]
-    with running_socket(tmp_path) as running:
-        client = SidecarConnection(running.path, HELLO, PATIENCE_S)
-        client.open()
+    with running_socket(tmp_path) as running, connected(running.path) as client:
         for name in names:
             plain = raw_header(name, (4,), "uint8", payload_digest(b"data"))
             head = encode_head(
@@ -154,7 +141,6 @@ def test_heads_beyond_one_answer_are_misses(tmp_path: Path) -> None:
         ids = tuple(item.id for item in extents if isinstance(item, m.Extent))
         client.call(m.DoneWith(ids), m.Ok)
         assert running.hot.evict_bytes(1 << 20) == 200 * 512, "no chunk stays pinned"
-        client.close()
 
 
 def test_silent_client_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +171,8 @@ class FakeJournal(ArenaJournal):
 def test_memory_that_cannot_be_recorded_is_not_lent(tmp_path: Path) -> None:
     journal = FakeJournal(is_writable=False)
     with running_socket(tmp_path, journal=journal) as running:
-        client = SidecarConnection(running.path, HELLO, PATIENCE_S)
-        client.open()
-        answer = client.call(m.ReserveExtents((1000, 2 << 20, 1000)), m.Extents)
-        client.close()
+        with connected(running.path) as client:
+            answer = client.call(m.ReserveExtents((1000, 2 << 20, 1000)), m.Extents)
         assert answer == m.Extents(("no_memory",) * 3)
         assert journal.asked == [2]
         assert running.allocator.used_bytes == 0

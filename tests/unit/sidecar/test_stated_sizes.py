@@ -14,9 +14,10 @@ from tests.fixtures.chains import chain_of, keys_of_rank, names_of
 from tests.fixtures.embedded import until
 from tests.fixtures.frames import ENGINE, RawClient, greeted, spelled
 from tests.fixtures.kv import CHUNK_SIZE, HIDDEN, NUM_LAYERS
+from tests.fixtures.local_chunks import put
 from tests.fixtures.sidecar import RunningSocket, engine_at, running_socket
 from tests.fixtures.stating_tier import Stating
-from tests.suites.chunks import make_chunk, make_key
+from tests.suites.chunks import make_key
 
 CHUNK_BYTES = 4 << 10
 NUM_CHUNKS = 64
@@ -32,10 +33,7 @@ def tier() -> Stating:
 @pytest.fixture
 def sidecar(tmp_path: Path, tier: Stating) -> Iterator[RunningSocket]:
     with running_socket(tmp_path, NUM_CHUNKS * CHUNK_BYTES, lower=[tier]) as running:
-        for i in range(NUM_CHUNKS):
-            chunk = make_chunk(i, payload=bytes(CHUNK_BYTES), allocate=running.hot.allocate)
-            assert running.hot.put_many([chunk]) == [True]
-            chunk.release()
+        put(running.hot, *range(NUM_CHUNKS), payload=bytes(CHUNK_BYTES))
         yield running
 
 

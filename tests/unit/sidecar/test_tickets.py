@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ from tests.fixtures.chains import (
 )
 from tests.fixtures.embedded import PATIENCE_S, until
 from tests.fixtures.frames import HELLO, greeted
-from tests.fixtures.sidecar import RunningSocket, running_socket
+from tests.fixtures.sidecar import RunningSocket, connected, running_socket
 
 ARENA_BYTES = 64 * TAKEN_BYTES
 CHAIN = chain_of(range(4))
@@ -171,20 +171,14 @@ def test_impossible_number_of_ranks_ends_the_connection(
         assert isinstance(client.say(m.Stage("t", ((0, bytes(32)),), True, 1, 0)), m.ErrorMessage)
 
 
-def connected(sidecar: RunningSocket, **fields: object) -> SidecarConnection:
-    capabilities = fields.pop("capabilities", ())
+def hello_of(capabilities: Sequence[str] = (), **fields: object) -> m.Hello:
     values = {"name": "test", "pid": 1, "rank": 0, "model": "m", "layout": "a"}
-    engine = m.EngineInfo(**(values | fields))  # type: ignore[arg-type]
-    hello = m.engine_hello(engine, capabilities)  # type: ignore[arg-type]
-    connection = SidecarConnection(sidecar.path, hello, PATIENCE_S)
-    connection.open()
-    return connection
+    return m.engine_hello(m.EngineInfo(**(values | fields)), capabilities)  # type: ignore[arg-type]
 
 
 def test_second_layout_of_an_engine_is_refused(sidecar: RunningSocket) -> None:
     with contextlib.ExitStack() as stack:
-        first = connected(sidecar)
-        stack.callback(first.close)
+        first = stack.enter_context(connected(sidecar.path, hello_of()))
         for fields in (
             {},
             {"name": "other", "layout": "b"},
@@ -192,26 +186,24 @@ def test_second_layout_of_an_engine_is_refused(sidecar: RunningSocket) -> None:
             {"world_size": 2, "layout": "b"},
             {"layout": ""},
         ):
-            stack.callback(connected(sidecar, **fields).close)
-        with pytest.raises(
-            ProtocolError,
-            match=r"layout: client 'test', model 'm': layout 'b', but the client with pid 1",
+            stack.enter_context(connected(sidecar.path, hello_of(**fields)))
+        said = r"layout: client 'test', model 'm': layout 'b', but the client with pid 1"
+        with (
+            pytest.raises(ProtocolError, match=said),
+            connected(sidecar.path, hello_of(rank=1, layout="b")),
         ):
-            connected(sidecar, rank=1, layout="b")
+            pass
         assert first.call(m.Stats(), m.StatsOk), "the others are not disturbed"
     until(lambda: not sidecar.server.sessions, "the clients do not go")
-    connected(sidecar, layout="b").close()
+    with connected(sidecar.path, hello_of(layout="b")):
+        pass
 
 
 def test_loads_are_verified_by_sample_only_for_gpus(tmp_path: Path) -> None:
     with running_socket(tmp_path, verify_hot="auto") as sidecar:
         for capabilities, expected in (((), "always"), ((ON_DEVICE,), "sampled")):
-            connection = connected(sidecar, capabilities=capabilities)
-            assert (connection.arena_info.verify_hot, connection.verifier.mode) == (
-                expected,
-                expected,
-            )
-            connection.close()
+            with connected(sidecar.path, hello_of(capabilities)) as connection:
+                assert connection.arena_info.verify_hot == connection.verifier.mode == expected
 
 
 def test_each_connection_describes_names_with_the_sidecars_salt(tmp_path: Path) -> None:
@@ -244,10 +236,8 @@ def test_each_connection_describes_names_with_the_sidecars_salt(tmp_path: Path) 
 def test_impossible_description_is_refused(
     sidecar: RunningSocket, description: m.Describe, text: str
 ) -> None:
-    connection = connected(sidecar)
-    with pytest.raises(ProtocolError, match=text):
+    with connected(sidecar.path) as connection, pytest.raises(ProtocolError, match=text):
         connection.call(description, m.Ok)
-    connection.close()
 
 
 def loaded(connection: SidecarConnection) -> list[m.Extent]:
@@ -264,7 +254,7 @@ def held(sidecar: RunningSocket) -> list[bool]:
 def test_client_rejects_a_damaged_chunk(sidecar: RunningSocket, when: str) -> None:
     with client_of(sidecar) as store:
         store_chunks(store, keys_of_rank(CHAIN, 0))
-        with contextlib.closing(connected(sidecar)) as connection:
+        with connected(sidecar.path) as connection:
             connection.arena.store_view[loaded(connection)[2].offset] ^= 1
         found = store.get(keys_of_rank(CHAIN, 0), check_later=when == "with the copy")
         if when == "with the copy":

@@ -12,19 +12,22 @@ from typing import Any
 
 import pytest
 from lmcache_core.integrations.vllm.releases import too_old
-from lmcache_webhook.injection.command_line import OPTION, plan_arguments, runs_vllm
-from lmcache_webhook.injection.pod import Container, DeclinedError
+from lmcache_webhook.injection.command_line import OPTION
+from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.injection.sidecar import transfer_config
 
-from tests.fixtures.pods import CONNECTOR_IN_A_SCRIPT
+from tests.fixtures.pods import CONNECTOR_IN_A_SCRIPT, Pod, container, pod
+from tests.fixtures.reviews import declined, injected
 from tests.releases import NEWEST_VLLM
 
-SCRIPT = "vllm serve m; true"
 SERVER = "vllm.entrypoints.openai.api_server"
+SCRIPT = "vllm serve m; true"
+OURS = "--kv-transfer-config.kv_connector_module_path=lmcache_core.integrations.vllm"
 
 
-def container(**members: Any) -> Container:
-    return Container.model_validate({"name": "c", "image": "registry/engine:1", **members})
+def of(**members: Any) -> Pod:
+    """A pod whose image says nothing of what runs in it."""
+    return pod(container(**{"image": "registry/engine:1"} | members))
 
 
 @pytest.mark.parametrize(
@@ -39,11 +42,12 @@ def container(**members: Any) -> Container:
         {"image": "my-vllm"},
     ],
 )
-def test_container_that_runs_vllm_gets_the_argument(members: dict[str, Any]) -> None:
-    one = container(**members)
-    assert runs_vllm(one)
-    option, value = plan_arguments(one, transfer_config())
-    assert option == "--kv-transfer-config"
+def test_container_that_runs_vllm_gets_the_argument(
+    members: dict[str, Any], options: InjectionOptions
+) -> None:
+    [engine] = injected(options, of(**members))["spec"]["containers"]
+    *before, option, value = engine["args"]
+    assert (before, option) == (members.get("args", []), "--kv-transfer-config")
     assert json.loads(value) == transfer_config()
 
 
@@ -56,25 +60,26 @@ def test_container_that_runs_vllm_gets_the_argument(members: dict[str, Any]) -> 
         {"command": ["tini", "--", "entrypoint.sh", f"ray start; python3 -m {SERVER}"]},
     ],
 )
-def test_a_shell_script_of_more_than_that_is_not_edited(members: dict[str, Any]) -> None:
-    one = container(**members)
-    assert runs_vllm(one)
-    with pytest.raises(
-        DeclinedError, match=r"in a shell script that is more than this one command: write `co"
-    ):
-        plan_arguments(one, transfer_config())
+def test_a_shell_script_of_more_than_that_is_not_edited(
+    members: dict[str, Any], options: InjectionOptions
+) -> None:
+    text = "in a shell script that is more than this one command: write `co"
+    assert text in declined(options, of(**members))
 
 
-def test_command_line_with_our_connector_is_kept() -> None:
-    """In a script, or in a variable that a script reads."""
-    option = "--kv-transfer-config.kv_connector_module_path=lmcache_core.integrations.vllm"
-    for members in (
-        {"command": ["sh", "-c", f"{SCRIPT} {option}"]},
-        {"command": ["start.sh"], "env": [{"name": "VLLM_ADDITIONAL_ARGS", "value": option}]},
-    ):
-        one = container(**members)
-        assert runs_vllm(one)
-        assert plan_arguments(one, transfer_config()) == ()
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"command": ["sh", "-c", f"{SCRIPT} {OURS}"]},
+        {"command": ["start.sh"], "env": [{"name": "VLLM_ADDITIONAL_ARGS", "value": OURS}]},
+    ],
+    ids=["in a script", "in a variable that a script reads"],
+)
+def test_command_line_with_our_connector_is_kept(
+    members: dict[str, Any], options: InjectionOptions
+) -> None:
+    [engine] = injected(options, of(**members))["spec"]["containers"]
+    assert (engine["command"], "args" in engine) == (members["command"], False)
 
 
 @pytest.mark.parametrize(
@@ -87,29 +92,35 @@ def test_command_line_with_our_connector_is_kept() -> None:
         {"image": "vllm/vllm-openai", "command": ["sleep", "inf"]},
     ],
 )
-def test_containers_that_do_not_run_vllm(members: dict[str, Any]) -> None:
-    assert not runs_vllm(container(**members))
+def test_containers_that_do_not_run_vllm(
+    members: dict[str, Any], options: InjectionOptions
+) -> None:
+    assert "looks as if it ran vLLM" in declined(options, of(**members))
 
 
-def test_named_container_that_is_not_the_server_keeps_its_command_line() -> None:
-    assert plan_arguments(container(command=["ray", "start", "--block"]), transfer_config()) == ()
-    assert plan_arguments(container(command=["sh", "-c", "ray start"]), transfer_config()) == ()
-    # A named container without a command is taken to run the server.
-    assert plan_arguments(container(), transfer_config()) != ()
+@pytest.mark.parametrize(
+    ("command", "is_told"), [(None, True), (["ray", "start"], False), (["sh", "-c", "ray"], False)]
+)
+def test_named_container_runs_the_server_unless_its_command_is_another(
+    command: list[str] | None, is_told: bool, options: InjectionOptions
+) -> None:
+    document = of(**({} if command is None else {"command": command}))
+    document["metadata"]["annotations"] = {"lmcache.io/container": "vllm"}
+    [engine] = injected(options, document)["spec"]["containers"]
+    assert ("args" in engine) == is_told
 
 
 @pytest.mark.parametrize(
     "word",
     ["--kv-transfer-config", "--kv-transfer-config.kv_role=kv_both", "--kv_offloading_backend"],
 )
-def test_another_connector_is_left_alone(word: str) -> None:
+def test_another_connector_is_left_alone(word: str, options: InjectionOptions) -> None:
     for members in (
         {"command": ["vllm", "serve", "m", word]},
-        {"args": [word]},
-        {"env": [{"name": "ARGS", "value": f"-x {word}"}]},
+        {"image": "vllm", "args": [word]},
+        {"image": "vllm", "env": [{"name": "ARGS", "value": f"-x {word}"}]},
     ):
-        with pytest.raises(DeclinedError, match="one vLLM has one connector"):
-            plan_arguments(container(**members), transfer_config())
+        assert "one vLLM has one connector" in declined(options, of(**members))
 
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "injection.md"

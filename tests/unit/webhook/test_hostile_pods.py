@@ -12,9 +12,10 @@ from lmcache_core.config.sources import MAX_FOREIGN_CHARS
 from lmcache_webhook.injection.injector import MAX_STATUS_CHARS, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.injection.pod import MAX_TEXT_CHARS
-from lmcache_webhook.reviews import REVIEW_TIMEOUT_S, AdmissionRequest, GroupVersionKind, Reviewer
+from lmcache_webhook.reviews import REVIEW_TIMEOUT_S, Reviewer
 
 from tests.fixtures.pods import Pod, container, plain, pod
+from tests.fixtures.reviews import asked
 from tests.fixtures.time_bound import cpu_bound
 
 REPLACE = {"lmcache.io/replace-connector": "true"}
@@ -190,16 +191,10 @@ async def test_nested_pod_is_reviewed_or_left_alone(
         ]
     else:
         document["spec"]["affinity"] = nested(depth)
-    request = AdmissionRequest.model_construct(
-        uid="u",
-        kind=GroupVersionKind(version="v1", kind="Pod"),
-        namespace="team-a",
-        object=document,
-    )
     if place == "annotated":
         document["spec"]["hostNetwork"] = True
     reviewer = Reviewer(options, 1000)
-    answer = (await reviewer.answer(request)).response
+    answer = (await reviewer.answer(asked(document))).response
     [verdict] = reviewer.counts
     allowed = {"elsewhere": ["injected"], "annotated": ["declined"]}
     assert verdict in allowed.get(place, ["injected", "unreadable"])

@@ -9,13 +9,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import jsonpatch
 import kubernetes_validate
 import pytest
 from lmcache_core.integrations.vllm import releases
 from lmcache_servicekit.settings import load_settings
 from lmcache_sidecar.settings import SidecarSettings
-from lmcache_webhook.injection.injector import PodReview, review_pod
+from lmcache_webhook.injection.injector import review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.injection.pod import amount_of
 from lmcache_webhook.injection.sidecar import PAYLOAD, SIDECAR, offloading_config, transfer_config
@@ -29,9 +28,9 @@ from tests.fixtures.pods import (
     plain,
     pod,
 )
+from tests.fixtures.reviews import STATUS, after, declined, injected
 
 KUBERNETES_VERSIONS = ("1.29", "1.33", "1.37")
-STATUS = "lmcache.io/inject-status"
 LEAST = releases.text_of(releases.LEAST)
 LEAST_WITH_TIERS = releases.text_of(releases.LEAST_WITH_TIERS)
 every_shape = pytest.mark.parametrize("shape", sorted(SHAPES))
@@ -51,36 +50,6 @@ def schemas_are_read_once() -> Iterator[None]:
             functools.cache(kubernetes_validate.utils.schema_contents),
         )
         yield
-
-
-def after(document: Pod, outcome: PodReview) -> Pod:
-    """The pod with the patch, as an API server applies it: the original stays as it was."""
-    before = copy.deepcopy(document)
-    changed: Pod = jsonpatch.apply_patch(document, json.loads(json.dumps(outcome.operations)))
-    assert document == before
-    return changed
-
-
-def injected(options: InjectionOptions, document: Pod, namespace: str = "team-a") -> Pod:
-    outcome = review_pod(options, document, namespace)
-    assert outcome.verdict == "injected", outcome.reason
-    changed = after(document, outcome)
-    assert review_pod(options, changed, namespace) == PodReview("unchanged")
-    return changed
-
-
-def declined(options: InjectionOptions, document: Pod, namespace: str = "team-a") -> str:
-    """The reason; the annotation alone is changed."""
-    outcome = review_pod(options, document, namespace)
-    assert outcome.verdict == "declined"
-    changed = after(document, outcome)
-    reason: str = changed["metadata"]["annotations"].pop(STATUS)
-    expected = copy.deepcopy(document)
-    expected["metadata"].setdefault("annotations", {})
-    assert changed == expected
-    assert reason == outcome.reason
-    assert review_pod(options, after(document, outcome), namespace).operations == []
-    return reason
 
 
 def with_settings(options: InjectionOptions, **changes: object) -> InjectionOptions:

@@ -16,14 +16,13 @@ from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.reviews import (
     MAX_UNFINISHED,
     AdmissionAnswer,
-    AdmissionRequest,
     AdmissionResponse,
-    GroupVersionKind,
     Reviewer,
 )
 from lmcache_webhook.settings import TenantEntry, WebhookSettings
 
 from tests.fixtures.pods import Pod, container, plain, pod
+from tests.fixtures.reviews import asked
 
 HUNG = "hung"
 
@@ -51,15 +50,6 @@ def reviews() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "lmcache-review"]
 
 
-def request(namespace: str, document: Pod | None = None) -> AdmissionRequest:
-    return AdmissionRequest(
-        uid="u",
-        kind=GroupVersionKind(version="v1", kind="Pod"),
-        namespace=namespace,
-        object=plain() if document is None else document,
-    )
-
-
 def refusal(answer: AdmissionAnswer) -> str:
     assert answer.response.patch is None
     [warning] = answer.response.warnings or [""]
@@ -71,11 +61,11 @@ async def test_review_out_of_time_is_answered_and_the_next_one_is_done(
 ) -> None:
     reviewer = Reviewer(options, 1000)
     assert (
-        refusal(await reviewer.answer(request(HUNG)))
+        refusal(await reviewer.answer(asked(plain(), HUNG)))
         == "lmcache: not injected: the review could not be finished within 0.05 s"
     )
     monkeypatch.setattr(service, "REVIEW_TIMEOUT_S", 60.0)
-    assert (await reviewer.answer(request("team-a"))).response.patch
+    assert (await reviewer.answer(asked(plain()))).response.patch
     assert reviewer.counts == {"unfinished": 1, "injected": 1}
 
 
@@ -84,14 +74,14 @@ async def test_threads_that_do_not_end_are_bounded(
 ) -> None:
     reviewer = Reviewer(options, 1000)
     for _ in range(MAX_UNFINISHED + 3):
-        assert "could not be finished" in refusal(await reviewer.answer(request(HUNG)))
+        assert "could not be finished" in refusal(await reviewer.answer(asked(plain(), HUNG)))
     assert len(reviews()) == MAX_UNFINISHED
     assert all(thread.daemon for thread in reviews()), "they would keep the process alive"
     hang.set()
     for thread in reviews():
         thread.join(60)
     monkeypatch.setattr(service, "REVIEW_TIMEOUT_S", 60.0)
-    assert (await reviewer.answer(request("team-a"))).response.patch
+    assert (await reviewer.answer(asked(plain()))).response.patch
 
 
 OWN: dict[str, object] = {"name": "default", "namespaces": ["cache"]}
@@ -105,7 +95,7 @@ async def answered(document: Pod, namespace: str, *tenants: dict[str, object]) -
         tenants=[TenantEntry.model_validate(one) for one in tenants],
     )
     reviewer = Reviewer(injection_options(settings), 1000)
-    return (await reviewer.answer(request(namespace, document))).response
+    return (await reviewer.answer(asked(document, namespace))).response
 
 
 async def test_a_pod_of_another_release_is_not_warned_of() -> None:

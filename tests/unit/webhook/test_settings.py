@@ -11,11 +11,11 @@ import yaml
 from lmcache_core.errors import ConfigError
 from lmcache_servicekit.settings import load_settings
 from lmcache_webhook.app import injection_options
-from lmcache_webhook.injection.injector import review_pod
 from lmcache_webhook.injection.template import MAX_TEMPLATE_BYTES, read_template
 from lmcache_webhook.settings import WebhookSettings
 
 from tests.fixtures.pods import plain
+from tests.fixtures.reviews import injected
 
 IMAGES = {"LMCACHE_WEBHOOK_SIDECAR_IMAGE": "s:1", "LMCACHE_WEBHOOK_PAYLOAD_IMAGE": "p:1"}
 
@@ -39,6 +39,7 @@ def test_least_settings() -> None:
         ("ARENA_GB", "2000", "arena_gb=2000 is above max_arena_gb=1024"),
         ("TENANTS", "[{name: a, namespaces: ['Not A Name']}]", "tenants"),
         ("SIDECAR_CPU", "lots", "sidecar_cpu"),
+        ("KUBERNETES_SERVICE", "s", "kubernetes_service and kubernetes_namespace go together"),
         ("KV_EVENTS_REPLAY_PORT", "5558", "kv_events_replay_port=5558 needs a kv_events_port"),
         (
             "PAYLOAD_RESOURCES",
@@ -61,29 +62,10 @@ def sidecar_with(template: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """The sidecar's container of a plain pod."""
     path = tmp_path / "template.yaml"
     path.write_text(yaml.safe_dump(template))
-    options = injection_options(
-        load_settings(
-            WebhookSettings, None, {**IMAGES, "LMCACHE_WEBHOOK_SIDECAR_TEMPLATE_FILE": str(path)}
-        )
-    )
-    outcome = review_pod(options, plain(), "team-a")
-    assert outcome.verdict == "injected", outcome.reason
-    containers = [
-        one["value"]
-        for one in outcome.operations
-        if one["path"].startswith("/spec/initContainers/")
-    ]
-    sidecar: dict[str, Any] = containers[-1]
+    settings = WebhookSettings(sidecar_image="s:1", payload_image="p:1", sidecar_template_file=path)
+    pod = injected(injection_options(settings), plain())
+    sidecar: dict[str, Any] = pod["spec"]["initContainers"][-1]
     return sidecar
-
-
-def test_a_service_is_in_a_namespace() -> None:
-    with pytest.raises(
-        ConfigError, match="kubernetes_service and kubernetes_namespace go together"
-    ):
-        load_settings(
-            WebhookSettings, None, IMAGES | {"LMCACHE_WEBHOOK_KUBERNETES_SERVICE": "sidecars"}
-        )
 
 
 def test_a_template_lies_over_the_sidecar(tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ from lmcache_webhook import reviews as service
 from lmcache_webhook.app import create_app
 from lmcache_webhook.injection.injector import PodReview, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
-from lmcache_webhook.reviews import MAX_BODY_BYTES, AdmissionRequest, GroupVersionKind, Reviewer
+from lmcache_webhook.reviews import MAX_BODY_BYTES, Reviewer
 from lmcache_webhook.settings import WebhookSettings
 from lmcache_webhook.turns import LEAST_COST, FairTurns
 
 from tests.fixtures.pods import plain
+from tests.fixtures.reviews import asked
 from tests.fixtures.wire import until
 
 API_SERVER, STRANGER, OTHER = "127.0.0.1", "127.0.0.2", "127.0.0.3"
@@ -134,12 +135,9 @@ async def test_api_servers_pods_do_not_wait_for_large_reviews_of_others(
 
 async def test_rate_is_shared_by_callers(options: InjectionOptions) -> None:
     reviewer = Reviewer(options, 1e-6)
-    request = AdmissionRequest(
-        uid="u", kind=GroupVersionKind(version="v1", kind="Pod"), namespace="team-a", object=plain()
-    )
     for _ in range(3):
-        await reviewer.answer(request, caller=STRANGER)
-    assert (await reviewer.answer(request, caller=API_SERVER)).response.patch
+        await reviewer.answer(asked(plain()), caller=STRANGER)
+    assert (await reviewer.answer(asked(plain()), caller=API_SERVER)).response.patch
     assert reviewer.counts == {"injected": 2, "throttled": 2}
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
-import jsonpatch
 import kubernetes_validate
 import pytest
 import yaml
-from lmcache_webhook.injection.injector import PodReview, review_pod
 from lmcache_webhook.injection.plan import InjectionOptions
 from lmcache_webhook.injection.sidecar import offloading_config, transfer_config
 
+from tests.fixtures import reviews
 from tests.fixtures.pods import CONNECTOR_IN_A_SCRIPT, Pod, container, pod
+from tests.fixtures.reviews import STATUS, declined
 
 STACKS = Path(__file__).parents[2] / "fixtures" / "stacks"
-STATUS = "lmcache.io/inject-status"
 REPLACE = {"lmcache.io/replace-connector": "true"}
 V1 = '{"kv_connector": "LMCacheConnectorV1"}'
 SECRET = {"secretKeyRef": {"name": "redis", "key": "url"}}
@@ -32,23 +30,10 @@ def stack(name: str, **annotations: str) -> Pod:
 
 
 def injected(options: InjectionOptions, document: Pod) -> tuple[Pod, str]:
-    """The engine's container and the status, of a pod that Kubernetes takes and that a second
-    review leaves alone.
-    """
-    before = copy.deepcopy(document)
-    outcome = review_pod(options, document, "team-a")
-    assert outcome.verdict == "injected", outcome.reason
-    assert document == before
-    changed = jsonpatch.apply_patch(document, outcome.operations)
+    """The engine's container and the status, of a pod that Kubernetes takes."""
+    changed = reviews.injected(options, document)
     kubernetes_validate.validate(changed, "1.33", strict=True)
-    assert review_pod(options, changed, "team-a") == PodReview("unchanged")
     return changed["spec"]["containers"][0], changed["metadata"]["annotations"][STATUS]
-
-
-def declined(options: InjectionOptions, document: Pod) -> str:
-    outcome = review_pod(options, document, "team-a")
-    assert outcome.verdict == "declined", outcome.reason
-    return outcome.reason
 
 
 def config_of(engine: Pod) -> Any:
@@ -251,8 +236,7 @@ def variable(name: str, value: str) -> dict[str, Any]:
 
 
 def sizes_of(options: InjectionOptions, document: Pod) -> tuple[str, str | None]:
-    changed = jsonpatch.apply_patch(document, review_pod(options, document, "team-a").operations)
-    sidecar = changed["spec"]["initContainers"][-1]
+    sidecar = reviews.injected(options, document)["spec"]["initContainers"][-1]
     values = {one["name"]: one.get("value") for one in sidecar["env"]}
     return values["LMCACHE_SIDECAR_ARENA_GB"], values.get("LMCACHE_SIDECAR_DISK_GB")
 

@@ -35,23 +35,6 @@ async def states(client: httpx.AsyncClient, *hashes: str) -> list[dict[str, Any]
     return [chunk["states"][0] for chunk in explanation["chunks"]]
 
 
-async def test_tokens_are_chunked_and_named_as_by_the_engine(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (client, parts):
-        parts.descriptions.note(describe())
-        await store(parts, key_of(HASHES[0]), key_of(HASHES[2]))
-        [explanation] = await explain(client, token_ids=TOKENS)
-        fields = ("start", "end", "chunk_hash", "is_complete")
-        assert [tuple(chunk[name] for name in fields) for chunk in explanation["chunks"]] == [
-            (0, 4, HASHES[0], True),
-            (4, 8, HASHES[1], False),
-            (8, 10, HASHES[2], True),
-        ]
-        assert explanation["num_prefix"] == 1
-        assert explanation["chunks"][1]["states"] == [
-            {"rank": 0, "group": "", "places": [], "missing": "never_stored", "is_pinned": False}
-        ]
-
-
 async def test_a_hot_chunk_is_described(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, parts):
         parts.descriptions.note(describe())

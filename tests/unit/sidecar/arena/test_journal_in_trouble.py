@@ -20,7 +20,7 @@ from lmcache_core.memory.arena_locks import join_generation
 from lmcache_sidecar.arena import journal
 from lmcache_sidecar.arena.journal import FILE_NAME, JournalFile
 
-from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, names_of
+from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, names_of, recovered
 from tests.suites.chunks import make_key
 
 
@@ -53,13 +53,11 @@ def test_journal_that_cannot_be_written_is_abandoned(
     ], "said once"
     assert start.served() == names_of(start, "ab")
     start.kill()
-    second = ArenaStart(tmp_path)
-    second.recover()
-    assert second.served() == {}
-    lent.byte_array[:] = b"\xee" * 1000
-    assert not any(second.owner.arena.load_view)
-    client.release()
-    second.stop()
+    with recovered(tmp_path) as second:
+        assert second.served() == {}
+        lent.byte_array[:] = b"\xee" * 1000
+        assert not any(second.owner.arena.load_view)
+        client.release()
 
 
 def test_journal_is_begun_again_once_there_is_room(
@@ -78,13 +76,11 @@ def test_journal_is_begun_again_once_there_is_room(
     start.store("b")
     client = join_generation(tmp_path, start.owner.arena.generation)
     start.kill()
-    second = ArenaStart(tmp_path)
-    second.recover()
-    second.look()
-    assert second.served() == names_of(second, "ab")
-    assert second.owner.lent_bytes == lent.metadata.phy_size
-    client.release()
-    second.stop()
+    with recovered(tmp_path) as second:
+        second.look()
+        assert second.served() == names_of(second, "ab")
+        assert second.owner.lent_bytes == lent.metadata.phy_size
+        client.release()
 
 
 def test_start_that_cannot_write_a_journal_serves_and_leaves_nothing(tmp_path: Path) -> None:
@@ -110,22 +106,20 @@ def test_journal_that_can_neither_be_written_nor_removed_ends_stores(
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(1, "not permitted")
 
-    start = ArenaStart(tmp_path)
-    start.recover()
-    start.store("a")
-    memory = start.hot.allocate(1000)
-    assert memory is not None
-    with monkeypatch.context() as patch, full_volume():
-        patch.setattr(Path, "unlink", refuse)
-        patch.setattr(os, "pwrite", refuse)
-        assert not start.journal.reserved([memory])
+    with recovered(tmp_path) as start:
+        start.store("a")
+        memory = start.hot.allocate(1000)
+        assert memory is not None
+        with monkeypatch.context() as patch, full_volume():
+            patch.setattr(Path, "unlink", refuse)
+            patch.setattr(os, "pwrite", refuse)
+            assert not start.journal.reserved([memory])
+            start.look()
+            assert not start.journal.reserved([memory])
+        assert start.served() == names_of(start, "a")
         start.look()
-        assert not start.journal.reserved([memory])
-    assert start.served() == names_of(start, "a")
-    start.look()
-    assert start.journal.reserved([memory])
-    memory.ref_count_down()
-    start.stop()
+        assert start.journal.reserved([memory])
+        memory.ref_count_down()
 
 
 def test_journal_that_cannot_be_removed_is_spoilt(
@@ -203,10 +197,8 @@ def test_start_that_cannot_stat_a_file_loses_nothing(
 
 
 def assert_nothing_is_lost(directory: Path) -> None:
-    second = ArenaStart(directory)
-    second.recover()
-    assert second.served() == names_of(second, "ab")
-    second.stop()
+    with recovered(directory) as second:
+        assert second.served() == names_of(second, "ab")
 
 
 def failing_for(path: Path | None, code: int, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,12 +229,10 @@ def test_long_journal_is_rewritten_with_the_same_content(
     held = start.served()
     assert len(held) == (ARENA_BYTES - lent.metadata.phy_size) // 1024
     start.kill()
-    second = ArenaStart(tmp_path)
-    second.recover()
-    assert second.served() == held
-    assert second.owner.lent_bytes == lent.metadata.phy_size
-    client.release()
-    second.stop()
+    with recovered(tmp_path) as second:
+        assert second.served() == held
+        assert second.owner.lent_bytes == lent.metadata.phy_size
+        client.release()
 
 
 def test_changes_during_a_rewrite_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,12 +256,10 @@ def test_changes_during_a_rewrite_are_kept(tmp_path: Path, monkeypatch: pytest.M
     start.look()
     assert lent
     start.kill()
-    second = ArenaStart(tmp_path)
-    second.recover()
-    assert second.served() == names_of(second, "b")
-    assert second.owner.lent_bytes == 2048
-    client.release()
-    second.stop()
+    with recovered(tmp_path) as second:
+        assert second.served() == names_of(second, "b")
+        assert second.owner.lent_bytes == 2048
+        client.release()
 
 
 def test_chunks_beyond_the_bound_of_the_journal_are_served_and_not_recovered(
@@ -284,11 +272,9 @@ def test_chunks_beyond_the_bound_of_the_journal_are_served_and_not_recovered(
         start.store(name)
     assert start.served() == names_of(start, "abcd")
     start.kill()
-    second = ArenaStart(tmp_path)
-    second.recover()
-    assert second.served() == names_of(second, "ab")
-    assert second.owner.lent_bytes == 0
-    second.stop()
+    with recovered(tmp_path) as second:
+        assert second.served() == names_of(second, "ab")
+        assert second.owner.lent_bytes == 0
 
 
 def test_journal_beyond_its_bound_is_abandoned(

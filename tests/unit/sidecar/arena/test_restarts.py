@@ -12,17 +12,15 @@ from lmcache_core.memory.shared import FILE_NAME as ARENA_NAME
 from lmcache_core.storage.eviction import TenantQuotas, TierLimits
 from lmcache_sidecar.arena.journal import FILE_NAME
 
-from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, names_of
+from tests.fixtures.arena import ARENA_BYTES, ArenaStart, is_recorded, leave, names_of, recovered
 from tests.suites.chunks import make_key
 
 
 def test_the_order_of_eviction_outlives_a_restart(tmp_path: Path) -> None:
     leave(tmp_path, "abcd")
-    start = ArenaStart(tmp_path)
-    start.recover()
-    assert start.hot.evict_bytes(2000) == 2048
-    assert set(start.served()) == {make_key("c"), make_key("d")}
-    start.stop()
+    with recovered(tmp_path) as start:
+        assert start.hot.evict_bytes(2000) == 2048
+        assert set(start.served()) == {make_key("c"), make_key("d")}
 
 
 def test_quotas_and_lifetimes_hold_for_recovered_chunks(tmp_path: Path) -> None:
@@ -41,12 +39,10 @@ def test_quotas_and_lifetimes_hold_for_recovered_chunks(tmp_path: Path) -> None:
     }
     second.look()
     second.kill()
-    third = ArenaStart(tmp_path, limits=TierLimits(ttl_s=1e-6))
-    third.recover()
-    assert third.served() == {}
-    assert third.announced == []
-    assert third.owner.recovery.dropped_chunks == 3
-    third.stop()
+    with recovered(tmp_path, limits=TierLimits(ttl_s=1e-6)) as third:
+        assert third.served() == {}
+        assert third.announced == []
+        assert third.owner.recovery.dropped_chunks == 3
 
 
 def test_nothing_is_lent_once_the_end_has_begun(tmp_path: Path) -> None:
@@ -105,32 +101,26 @@ def test_arena_that_cannot_be_trusted_is_not_used_again(tmp_path: Path, spoil: o
     assert not any(second.owner.arena.load_view), "the client writes to another file"
     second.store("b")
     second.kill()
-    third = ArenaStart(tmp_path)
-    third.recover()
-    assert third.served() == names_of(third, "b")
-    third.stop()
+    with recovered(tmp_path) as third:
+        assert third.served() == names_of(third, "b")
 
 
 @pytest.mark.parametrize("size", [ARENA_BYTES * 2, ARENA_BYTES // 2])
 def test_another_size_starts_empty(tmp_path: Path, size: int) -> None:
     leave(tmp_path, "a")
-    start = ArenaStart(tmp_path, size=size)
-    start.recover()
-    assert (start.served(), start.owner.arena.size) == ({}, size)
-    start.stop()
+    with recovered(tmp_path, size=size) as start:
+        assert (start.served(), start.owner.arena.size) == ({}, size)
 
 
 def test_without_recovery_nothing_is_found_and_nothing_is_left(tmp_path: Path) -> None:
     leave(tmp_path, "a", "stop")
     assert {path.name for path in tmp_path.iterdir()} >= {ARENA_NAME, FILE_NAME}
-    start = ArenaStart(tmp_path, recovers=False)
-    start.recover()
-    assert start.served() == {}
-    assert not is_recorded(start)
-    assert start.store("b")
-    for memory in start.reserve(1000):
-        memory.ref_count_down()
-    start.stop()
+    with recovered(tmp_path, recovers=False) as start:
+        assert start.served() == {}
+        assert not is_recorded(start)
+        assert start.store("b")
+        for memory in start.reserve(1000):
+            memory.ref_count_down()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -142,7 +132,5 @@ def test_a_start_that_never_served_leaves_what_it_found(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "an empty arena is removed"
     leave(tmp_path, "a")
     ArenaStart(tmp_path).stop()
-    start = ArenaStart(tmp_path)
-    start.recover()
-    assert start.served() == names_of(start, "a")
-    start.stop()
+    with recovered(tmp_path) as start:
+        assert start.served() == names_of(start, "a")

@@ -9,18 +9,16 @@ from dataclasses import dataclass, field
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Chunk
-from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.telemetry import Counters
 from lmcache_node.drain import DrainProgress
 from lmcache_sidecar import metrics
 from lmcache_sidecar.handover.handover import MAX_BATCH_BYTES, PodHandover, WaitingChunks
 
-from tests.fixtures.local_chunks import local_chunks
+from tests.fixtures.local_chunks import hot_with, local_chunks
 from tests.fixtures.virtual_time import CLOCK
-from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
+from tests.suites.chunks import held_keys, make_key, make_payload
 
 pytestmark = pytest.mark.virtual_time
 
@@ -81,12 +79,7 @@ class Place:
 
 
 def make_hot(num_chunks: int = NUM_CHUNKS) -> LocalCPUBackend:
-    hot = LocalCPUBackend(ArenaAllocator.anonymous(1024 * NUM_CHUNKS), create_policy("lru"))
-    for name in range(num_chunks):
-        chunk = make_chunk(name, allocate=hot.allocate)
-        hot.put_many([chunk])
-        chunk.release()
-    return hot
+    return hot_with(*range(num_chunks), num_bytes=1024 * NUM_CHUNKS)
 
 
 async def hand_over(
@@ -116,17 +109,6 @@ async def test_all_chunks_go_to_the_only_taker_hottest_first() -> None:
     assert progress == DrainProgress(total=NUM_CHUNKS, handed_over=NUM_CHUNKS)
     assert counters.value(metrics.DRAINED_CHUNKS_TOTAL, "handed_over") == NUM_CHUNKS
     assert counters.value(metrics.HANDED_OVER_BYTES_TOTAL) > 1000 * NUM_CHUNKS
-
-
-async def test_chunk_that_the_taker_has_is_not_sent() -> None:
-    place = Place(known=set(KEYS[::2]))
-    progress = await hand_over(make_hot(), place)
-    assert set(place.taken) == set(KEYS[1::2])
-    assert (progress.handed_over, progress.already_elsewhere, progress.left) == (
-        NUM_CHUNKS // 2,
-        NUM_CHUNKS // 2,
-        0,
-    )
 
 
 async def test_refused_chunk_goes_to_the_next_source_or_fails() -> None:
@@ -171,15 +153,6 @@ async def test_taker_that_hangs_leaves_the_next_its_part_of_the_time() -> None:
     second = Place("second")
     progress = await hand_over(make_hot(), Place("first", delay_s=HOUR_S), second)
     assert progress.handed_over == len(second.taken) == NUM_CHUNKS
-
-
-async def test_chunks_of_other_tenants_are_not_handed_over() -> None:
-    hot, place = make_hot(2), Place()
-    chunk = make_chunk("theirs", tenant="other", allocate=hot.allocate)
-    hot.put_many([chunk])
-    chunk.release()
-    progress = await hand_over(hot, place)
-    assert (progress.total, set(place.taken)) == (2, set(KEYS[:2]))
 
 
 async def test_chunk_evicted_meanwhile_has_failed() -> None:

@@ -36,13 +36,14 @@ from lmcache_sidecar.holders import Holders
 from lmcache_sidecar.peer_server import PeerStore
 
 from tests.fixtures.known_holders import KnownHolders, held_by
-from tests.fixtures.local_chunks import local_chunks
-from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
+from tests.fixtures.local_chunks import hot_with, local_chunks, put
+from tests.suites.chunks import held_keys, make_key, make_payload
 
 pytestmark = pytest.mark.virtual_time
 
 NUM_CHUNKS = 6
-KEYS = [make_key(i) for i in range(NUM_CHUNKS)]
+NAMES = range(NUM_CHUNKS)
+KEYS = [make_key(i) for i in NAMES]
 IDS = [key.key.chunk_id() for key in KEYS]
 TOKEN = "sidecars-0123456789abcdef"
 PEER = PeerStatus(
@@ -106,15 +107,6 @@ async def peer(
     await stack.close()
 
 
-def make_hot(lossy: bool = False) -> LocalCPUBackend:
-    hot = LocalCPUBackend(ArenaAllocator.anonymous(1 << 16), create_policy("lru"))
-    for name in range(NUM_CHUNKS):
-        chunk = make_chunk(name, allocate=hot.allocate, lossy=lossy)
-        hot.put_many([chunk])
-        chunk.release()
-    return hot
-
-
 async def hand_over(
     broker: Broker,
     lookup: KnownHolders,
@@ -122,7 +114,7 @@ async def hand_over(
     token: str | None = TOKEN,
 ) -> DrainProgress:
     source = PeerSource("a", broker, Holders(lookup, "a"), token, 2.0)  # type: ignore[arg-type]
-    handover = PodHandover(local_chunks(hot or make_hot()), [source], Counters())
+    handover = PodHandover(local_chunks(hot or hot_with(*NAMES)), [source], Counters())
     progress = DrainProgress()
     await handover.run(progress, asyncio.get_running_loop().time() + 10)
     await handover.close()
@@ -158,9 +150,7 @@ async def test_without_lookup_the_peer_itself_is_asked(
     tmp_path: Path, lookup: KnownHolders
 ) -> None:
     async with peer(tmp_path) as b:
-        known = make_chunk(2, allocate=b.hot.allocate)
-        b.hot.put_many([known])
-        known.release()
+        put(b.hot, 2)
         progress = await hand_over(Broker([b.status]), lookup)
         assert (progress.handed_over, progress.already_elsewhere) == (NUM_CHUNKS - 1, 1)
         assert b.counters.value(metrics.RECEIVED_CHUNKS_TOTAL) == NUM_CHUNKS - 1
@@ -173,7 +163,7 @@ async def test_refused_chunks_are_not_stored(tmp_path: Path, case: str) -> None:
         b.is_open = case != "closed"
         token = {"token": "wrong-0123456789abcdef", "no-token": None}.get(case, TOKEN)
         progress = await hand_over(
-            Broker([b.status]), KnownHolders(), make_hot(lossy=case == "lossy"), token
+            Broker([b.status]), KnownHolders(), hot_with(*NAMES, lossy=case == "lossy"), token
         )
         assert not b.hot.held()
         assert b.hot.stats()["arena_used_bytes"] == 0
@@ -195,7 +185,7 @@ class Giver:
         self.tasks = TaskSupervisor("test")
         self.counters = Counters()
         source = PeerSource("a", Broker(), KnownHolders(), TOKEN, 2.0)  # type: ignore[arg-type]
-        self.hot = make_hot()
+        self.hot = hot_with(*NAMES)
         chunks = local_chunks(self.hot)
         drain = NodeDrain(1.0, None, None)  # type: ignore[arg-type]
         self.requests = BrokerRequests(drain, chunks, source.connect, self.tasks, self.counters)
