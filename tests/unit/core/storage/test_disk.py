@@ -13,7 +13,7 @@ from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.layout import charged_bytes, tenant_directory, tenant_of
 
-from tests.fixtures.disk_tier import PATIENCE_S, TroubledFiles, file_of, get, opened, put
+from tests.fixtures.disk_tier import PATIENCE_S, TroubledFiles, file_of, get, put
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import Arena
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -36,11 +36,8 @@ def damage(path: Path) -> None:
 
 
 @pytest.fixture
-async def disk(tmp_path, removed):
-    backend = await opened(tmp_path, CAPACITY_BYTES, on_removed=removed.append)
-    yield backend
-    await backend.close()
-    backend.check_integrity()
+async def disk(opened, tmp_path, removed):
+    return await opened(tmp_path, CAPACITY_BYTES, on_removed=removed.append)
 
 
 async def test_least_recently_used_chunk_makes_room(disk, removed, tmp_path):
@@ -72,7 +69,7 @@ class HeldWrites(DiskFiles):
 @pytest.mark.parametrize("is_lossy", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("first", [0, 1])
 async def test_of_two_writes_of_a_chunk_the_better_or_the_first_to_end_is_served(
-    tmp_path, is_lossy, first
+    opened, tmp_path, is_lossy, first
 ):
     files = HeldWrites()
     disk = await opened(tmp_path, CAPACITY_BYTES, files)
@@ -87,11 +84,9 @@ async def test_of_two_writes_of_a_chunk_the_better_or_the_first_to_end_is_served
     is_replaced = is_lossy[first] and not is_lossy[1 - first]
     assert await get(disk, "a") == [make_payload(1 - first if is_replaced else first)]
     assert disk.stats()["used_bytes"] == taken_bytes(tmp_path) == CHARGE
-    disk.check_integrity()
-    await disk.close()
 
 
-async def test_overtaken_write_does_not_bring_back_a_removed_chunk(tmp_path):
+async def test_overtaken_write_does_not_bring_back_a_removed_chunk(opened, tmp_path):
     files = HeldWrites()
     disk = await opened(tmp_path, CAPACITY_BYTES, files)
     puts = [asyncio.create_task(disk.batched_put([make_chunk("a")])) for _ in range(2)]
@@ -104,7 +99,6 @@ async def test_overtaken_write_does_not_bring_back_a_removed_chunk(tmp_path):
     assert sorted(kept for put in puts for kept in put.result()) == [False, True]
     assert await get(disk, "a") == [MissReason.NEVER_STORED]
     assert disk.stats()["used_bytes"] == taken_bytes(tmp_path) == 0
-    await disk.close()
 
 
 async def test_damaged_file_is_set_aside_and_its_space_is_used_when_needed(disk, removed, tmp_path):
@@ -132,14 +126,14 @@ async def test_peek_reads_no_file_and_remembers_damaged_chunks(disk, tmp_path):
     assert not isinstance(disk.peek_many(keys)[0], Miss)
 
 
-async def test_unreadable_root_is_an_unavailable_tier_and_not_left_locked(tmp_path):
+async def test_unreadable_root_is_an_unavailable_tier_and_not_left_locked(opened, tmp_path):
     files = TroubledFiles({"list_directory": errno.EACCES})
     with pytest.raises(UnavailableError, match="Permission denied"):
         await opened(tmp_path, files=files)
     await (await opened(tmp_path)).close()
 
 
-async def test_other_users_have_no_access_to_the_directory(tmp_path):
+async def test_other_users_have_no_access_to_the_directory(opened, tmp_path):
     disk = await opened(tmp_path / "made")
     await put(disk, "a")
     await disk.close()
@@ -147,7 +141,7 @@ async def test_other_users_have_no_access_to_the_directory(tmp_path):
     assert all(path.stat().st_mode & 0o007 == 0 for path in tmp_path.rglob("*.kvr"))
 
 
-async def test_stalled_read_holds_its_memory_alone_and_blocks_no_lookup(tmp_path):
+async def test_stalled_read_holds_its_memory_alone_and_blocks_no_lookup(opened, tmp_path):
     files, arena = TroubledFiles(), Arena()
     disk = await opened(tmp_path, CAPACITY_BYTES, files, num_threads=2)
     await put(disk, *range(NUM_SLOTS))

@@ -10,19 +10,18 @@ from lmcache_core.record import MissReason
 from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, SETTLED_S, WriteBackoff
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 
-from tests.fixtures.disk_tier import Clock, file_of, get, opened
+from tests.fixtures.disk_tier import Clock, file_of, get
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_SLOTS = 3
 
 
 @pytest.fixture
-async def disk(tmp_path, files, clock):
+async def disk(opened, tmp_path, files, clock):
     backend = await opened(tmp_path, NUM_SLOTS * BLOCK_BYTES, files, fsync=True, monotonic=clock)
     yield backend
     files.failing.clear()
     await backend.close()
-    backend.check_integrity()
     num_files = sum(1 for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock")
     assert num_files * BLOCK_BYTES == backend.stats()["used_bytes"]
 

@@ -7,10 +7,10 @@ import errno
 import threading
 from pathlib import Path
 
-from lmcache_core.storage.disk import DiskBackend, DiskFiles
+from lmcache_core.storage.disk import DiskFiles
 from lmcache_core.storage.disk.backoff import MIN_PAUSE_S
 
-from tests.fixtures.disk_tier import PATIENCE_S, Clock, file_of, fill, opened, put
+from tests.fixtures.disk_tier import PATIENCE_S, Clock, Opened, file_of, fill, put
 from tests.suites.chunks import make_key
 
 
@@ -36,13 +36,11 @@ class RecordedSyncs(DiskFiles):
         super().sync_directory(path)
 
 
-async def synced_tier(root: Path, files: RecordedSyncs, clock: Clock | None = None) -> DiskBackend:
-    return await opened(root, files=files, fsync=True, monotonic=clock or Clock())
-
-
-async def test_record_is_synced_before_its_name_and_the_name_after_it(tmp_path: Path) -> None:
+async def test_record_is_synced_before_its_name_and_the_name_after_it(
+    opened: Opened, tmp_path: Path
+) -> None:
     files, root = RecordedSyncs(), tmp_path / "new" / "root"
-    disk = await synced_tier(root, files)
+    disk = await opened(root, files=files, fsync=True)
     await put(disk, "a")
     shard = file_of(root, "a").parent
     assert files.calls[:3] == ["sync", "rename", shard]
@@ -52,12 +50,13 @@ async def test_record_is_synced_before_its_name_and_the_name_after_it(tmp_path: 
     await disk.batched_remove([make_key("a")])
     await put(disk, "a")
     assert files.calls == ["sync", "rename", shard]
-    await disk.close()
 
 
-async def test_name_that_could_not_be_synced_is_synced_by_the_next_write(tmp_path: Path) -> None:
-    files, clock = RecordedSyncs(), Clock()
-    disk = await synced_tier(tmp_path, files, clock)
+async def test_name_that_could_not_be_synced_is_synced_by_the_next_write(
+    opened: Opened, clock: Clock, tmp_path: Path
+) -> None:
+    files = RecordedSyncs()
+    disk = await opened(tmp_path, files=files, fsync=True, monotonic=clock)
     tenant = file_of(tmp_path, "a").parent.parent
     files.failing = {tenant}
     await put(disk, "a", is_kept=False)
@@ -67,26 +66,24 @@ async def test_name_that_could_not_be_synced_is_synced_by_the_next_write(tmp_pat
     clock.now += MIN_PAUSE_S
     await put(disk, "a")
     assert tenant in files.calls
-    await disk.close()
 
 
 async def test_record_of_an_earlier_process_is_synced_when_it_is_stored_again(
-    tmp_path: Path,
+    opened: Opened, tmp_path: Path
 ) -> None:
     shard = (await fill(tmp_path, "a"))["a"].parent
     files = RecordedSyncs()
-    disk = await synced_tier(tmp_path, files)
+    disk = await opened(tmp_path, files=files, fsync=True)
     await put(disk, "a")
     assert files.calls[:2] == ["sync", shard]
     files.calls.clear()
     files.failing = {shard}
     await put(disk, "a")
     assert files.calls == []
-    await disk.close()
 
 
 async def test_store_of_a_record_whose_name_is_not_synced_yet_syncs_it_itself(
-    tmp_path: Path,
+    opened: Opened, tmp_path: Path
 ) -> None:
     class FirstSyncHangs(RecordedSyncs):
         def __init__(self) -> None:
@@ -100,7 +97,7 @@ async def test_store_of_a_record_whose_name_is_not_synced_yet_syncs_it_itself(
             super().sync_directory(path)
 
     files, shard = FirstSyncHangs(), file_of(tmp_path, "a").parent
-    disk = await synced_tier(tmp_path, files)
+    disk = await opened(tmp_path, files=files, fsync=True)
     first = asyncio.create_task(put(disk, "a"))
     assert await asyncio.to_thread(files.hangs.wait, PATIENCE_S)
     await put(disk, "a")
@@ -110,4 +107,3 @@ async def test_store_of_a_record_whose_name_is_not_synced_yet_syncs_it_itself(
     files.calls.clear()
     await put(disk, "a")
     assert not files.calls, "a synced name costs nothing more"
-    await disk.close()

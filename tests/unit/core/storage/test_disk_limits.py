@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import threading
-from pathlib import Path
+from functools import partial
 
 import pytest
 from lmcache_core.record import MissReason
@@ -25,21 +25,18 @@ QUOTA_SLOTS = 3
 QUOTAS = TenantQuotas(QUOTA_SLOTS * BLOCK_BYTES, {"default": CAPACITY_BYTES})
 
 
-async def opened(root: Path, clock, removed, limits=None, **options) -> DiskBackend:
-    limits = limits or TierLimits(TTL_S, QUOTAS)
-    disk = DiskBackend(
-        root, CAPACITY_BYTES, on_removed=removed.append, limits=limits, clock=clock, **options
+@pytest.fixture
+def open_disk(opened, tmp_path, clock, removed):
+    """Opens the same directory, with the limits above unless told otherwise."""
+    limits = TierLimits(TTL_S, QUOTAS)
+    return partial(
+        opened, tmp_path, CAPACITY_BYTES, on_removed=removed.append, limits=limits, clock=clock
     )
-    await disk.open()
-    return disk
 
 
 @pytest.fixture
-async def disk(tmp_path, clock, removed):
-    backend = await opened(tmp_path, clock, removed)
-    yield backend
-    await backend.close()
-    backend.check_integrity()
+async def disk(open_disk):
+    return await open_disk()
 
 
 def num_held(tier: DiskBackend, tenant: str) -> int:
@@ -64,22 +61,21 @@ async def test_chunk_is_served_for_its_time_then_its_file_goes(disk, clock, remo
     )
 
 
-async def test_age_survives_a_restart(disk, clock, removed, tmp_path):
+async def test_age_survives_a_restart(disk, open_disk, clock, tmp_path):
     await put(disk, "old", "young")
     os.utime(file_of(tmp_path, "old"), (clock.now - TTL_S + 5,) * 2)
     os.utime(file_of(tmp_path, "young"), (clock.now,) * 2)
     await disk.close()
-    again = await opened(tmp_path, clock, removed)
+    again = await open_disk()
     clock.now += 4
     assert await get(again, "old", "young") == [make_payload("old"), make_payload("young")]
     clock.now += 2
     assert await get(again, "old", "young") == [MissReason.EXPIRED, make_payload("young")]
     await until(lambda: num_records(tmp_path) == 1)
-    await again.close()
 
 
-async def test_expired_file_that_cannot_be_removed_stays_charged(clock, removed, files, tmp_path):
-    disk = await opened(tmp_path, clock, removed, files=files)
+async def test_expired_file_that_cannot_be_removed_stays_charged(open_disk, clock, files):
+    disk = await open_disk(files=files)
     await put(disk, "a", "b")
     clock.now += TTL_S
     files.failing = {"unlink": errno.EROFS}
@@ -87,7 +83,6 @@ async def test_expired_file_that_cannot_be_removed_stays_charged(clock, removed,
     reasons = [MissReason.EXPIRED, MissReason.EXPIRED, make_payload("c")]
     assert await get(disk, "a", "b", "c") == reasons
     assert (disk.stats()["used_bytes"], disk.stats()["quarantined_files"]) == (3 * BLOCK_BYTES, 2)
-    await disk.close()
 
 
 async def test_tenant_over_its_quota_evicts_its_own_chunks(disk, removed, tmp_path):
@@ -101,9 +96,7 @@ async def test_tenant_over_its_quota_evicts_its_own_chunks(disk, removed, tmp_pa
 
 
 @pytest.mark.parametrize(("tenant", "num_slots"), [("default", NUM_SLOTS), ("mine", QUOTA_SLOTS)])
-async def test_capacity_and_quota_bound_files_being_written(
-    clock, removed, tmp_path, tenant, num_slots
-):
+async def test_capacity_and_quota_bound_files_being_written(open_disk, tmp_path, tenant, num_slots):
     class Watched(DiskFiles):
         """Counts the files after each write, while no name changes."""
 
@@ -125,26 +118,19 @@ async def test_capacity_and_quota_bound_files_being_written(
                 super().unlink(path)
 
     files = Watched()
-    disk = await opened(tmp_path, clock, removed, files=files)
+    disk = await open_disk(files=files)
     await asyncio.gather(*(disk.batched_put([make_chunk(i, tenant=tenant)]) for i in range(40)))
     assert 1 < files.peak <= num_slots
-    disk.check_integrity()
     assert disk.stats()["reserved_bytes"] == 0
-    await disk.close()
 
 
-async def test_smaller_quota_after_a_restart_holds_at_once(disk, clock, removed, tmp_path):
+async def test_smaller_quota_after_a_restart_holds_at_once(disk, open_disk, tmp_path):
     await put(disk, *range(5), tenant="default")
     await put(disk, *range(QUOTA_SLOTS), tenant="mine")
     await disk.close()
-    removed.clear()
-    again = await opened(
-        tmp_path, clock, removed, TierLimits(None, TenantQuotas(None, {"mine": BLOCK_BYTES}))
-    )
+    await open_disk(limits=TierLimits(None, TenantQuotas(None, {"mine": BLOCK_BYTES})))
     assert num_records(tmp_path / "mine") == 1
     assert num_records(tmp_path / "default") == 5
-    again.check_integrity()
-    await again.close()
 
 
 async def test_chunk_above_the_quota_is_refused_and_evicts_nothing(disk, removed):

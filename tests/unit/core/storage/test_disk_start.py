@@ -13,19 +13,17 @@ from lmcache_core.record import MissReason
 from lmcache_core.storage.disk import DiskFiles, backend
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 
-from tests.fixtures.disk_tier import TroubledFiles, fill, get, look_again, num_records, opened
+from tests.fixtures.disk_tier import TroubledFiles, fill, get, look_again, num_records
 from tests.suites.chunks import held_keys, make_chunk, make_key, make_payload
 
 
-async def test_smaller_capacity_evicts_the_oldest_records(tmp_path):
+async def test_smaller_capacity_evicts_the_oldest_records(opened, tmp_path):
     paths = await fill(tmp_path, *range(6))
     for age, name in enumerate([3, 1, 4, 0, 5, 2]):
         os.utime(paths[name], (1_000_000_000 - age, 1_000_000_000 - age))
     disk = await opened(tmp_path, 2 * BLOCK_BYTES)
     assert set(held_keys(disk)) == {make_key(3), make_key(1)}
     assert num_records(tmp_path) == 2
-    disk.check_integrity()
-    await disk.close()
 
 
 class DyingFiles(DiskFiles):
@@ -62,7 +60,9 @@ class DyingFiles(DiskFiles):
         super().unlink(path)
 
 
-async def test_a_process_killed_at_any_point_leaves_whole_records_and_no_damaged_one(tmp_path):
+async def test_a_process_killed_at_any_point_leaves_whole_records_and_no_damaged_one(
+    opened, tmp_path
+):
     root, copies = tmp_path / "disk", tmp_path / "copies"
     await fill(root, 0)
     files = DyingFiles(root, copies)
@@ -130,7 +130,7 @@ DAMAGES = [short, long, empty, damaged_head, under_another_name, a_directory, a_
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-async def test_file_that_is_no_record_is_set_aside_and_never_served(tmp_path, damage):
+async def test_file_that_is_no_record_is_set_aside_and_never_served(opened, tmp_path, damage):
     root = tmp_path / "root"
     paths = await fill(root, "a", "b")
     damage(paths["a"])
@@ -140,11 +140,9 @@ async def test_file_that_is_no_record_is_set_aside_and_never_served(tmp_path, da
     assert disk.stats()["damaged_at_start"] == 1
     assert await disk.batched_put([make_chunk("a")]) == [True]
     assert await get(disk, "a") == [make_payload("a")]
-    disk.check_integrity()
-    await disk.close()
 
 
-async def test_record_of_a_later_version_stays_until_its_space_is_needed(tmp_path):
+async def test_record_of_a_later_version_stays_until_its_space_is_needed(opened, tmp_path):
     """After a rollback: the newer version may be back tomorrow."""
     paths = await fill(tmp_path, *range(12))
     for path in paths.values():
@@ -163,13 +161,11 @@ async def test_record_of_a_later_version_stays_until_its_space_is_needed(tmp_pat
     assert sum(path.exists() for path in paths.values()) in (10, 11), (
         "one is replaced, others make room"
     )
-    disk.check_integrity()
-    await disk.close()
 
 
 @pytest.mark.parametrize("how", ["remove", "clear tenant", "clear"])
 @pytest.mark.parametrize("found", ["at the start", "when read"])
-async def test_removed_record_of_a_later_version_is_deleted(tmp_path, how, found):
+async def test_removed_record_of_a_later_version_is_deleted(opened, tmp_path, how, found):
     paths = await fill(tmp_path, "a", "b")
     paths |= await fill(tmp_path, "c", tenant="other")
     if found == "at the start":
@@ -191,22 +187,20 @@ async def test_removed_record_of_a_later_version_is_deleted(tmp_path, how, found
     assert {name for name, path in paths.items() if not path.exists()} == gone
     disk.check_integrity()
     assert disk.stats()["used_bytes"] == (3 - len(gone)) * BLOCK_BYTES
-    await disk.close()
 
 
 @pytest.mark.parametrize(
     "name", [b"\xff\xfe", "ü".encode() * 100, b"%zz"], ids=["no UTF-8", "too long", "no escape"]
 )
-async def test_directory_that_no_tenant_can_have_is_skipped(tmp_path, name):
+async def test_directory_that_no_tenant_can_have_is_skipped(opened, tmp_path, name):
     await fill(tmp_path, "a")
     (tmp_path / os.fsdecode(name)).mkdir()
     disk = await opened(tmp_path)
     assert disk.stats()["foreign_at_start"] == 1
     assert await disk.clear() == 1
-    await disk.close()
 
 
-async def test_half_written_files_are_removed_and_foreign_files_stay(tmp_path):
+async def test_half_written_files_are_removed_and_foreign_files_stay(opened, tmp_path):
     await fill(tmp_path, "a")
     (tmp_path / ".tmp" / "1234-0.tmp").write_bytes(b"half")
     foreign = [
@@ -224,11 +218,12 @@ async def test_half_written_files_are_removed_and_foreign_files_stay(tmp_path):
     assert list((tmp_path / ".tmp").iterdir()) == []
     await disk.clear()
     assert all(path.read_bytes() == b"mine" for path in foreign)
-    await disk.close()
 
 
 @pytest.mark.parametrize("has_size", [True, False], ids=["size known", "size unreadable"])
-async def test_damaged_files_of_earlier_processes_are_charged_and_bounded(tmp_path, has_size):
+async def test_damaged_files_of_earlier_processes_are_charged_and_bounded(
+    opened, tmp_path, has_size
+):
     (tmp_path / ".bad").mkdir()
     for i in range(12):
         (tmp_path / ".bad" / f"{i}.bad").write_bytes(b"x" * 5000)
@@ -239,11 +234,9 @@ async def test_damaged_files_of_earlier_processes_are_charged_and_bounded(tmp_pa
     assert disk.stats()["quarantined_files"] == 8
     if has_size:
         assert disk.stats()["used_bytes"] == 8 * 2 * BLOCK_BYTES
-    disk.check_integrity()
-    await disk.close()
 
 
-async def test_large_directory_is_read_in_the_background(tmp_path, monkeypatch):
+async def test_large_directory_is_read_in_the_background(opened, tmp_path, monkeypatch):
     await fill(tmp_path, "a")
     monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.0)
     files = TroubledFiles()
@@ -260,10 +253,11 @@ async def test_large_directory_is_read_in_the_background(tmp_path, monkeypatch):
     assert disk.stats()["is_loading"] == 0
     assert await get(disk, "a") == [make_payload("a")]
     assert await disk.batched_put([make_chunk("b")]) == [True]
-    await disk.close()
 
 
-async def test_nothing_counts_as_removed_while_the_directory_cannot_be_read(tmp_path, monkeypatch):
+async def test_nothing_counts_as_removed_while_the_directory_cannot_be_read(
+    opened, tmp_path, monkeypatch
+):
     """It would come back as soon as the directory can be read."""
     await fill(tmp_path, "a")
     monkeypatch.setattr(backend, "LOAD_WAIT_S", 0.0)
@@ -280,13 +274,11 @@ async def test_nothing_counts_as_removed_while_the_directory_cannot_be_read(tmp_
     files.failing.clear()
     await look_again(disk)
     assert await disk.clear() == 1
-    await disk.close()
 
 
-async def test_whole_records_are_served_again_for_their_tenant(tmp_path):
+async def test_whole_records_are_served_again_for_their_tenant(opened, tmp_path):
     await fill(tmp_path, "a", "b", tenant="tenant ü/..")
     disk = await opened(tmp_path)
     assert await get(disk, "a", "b", tenant="tenant ü/..") == [make_payload("a"), make_payload("b")]
     assert await get(disk, "a") == [MissReason.NEVER_STORED]
     assert disk.stats()["used_bytes"] == 2 * BLOCK_BYTES
-    await disk.close()

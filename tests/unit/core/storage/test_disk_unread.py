@@ -20,7 +20,6 @@ from tests.fixtures.disk_tier import (
     get,
     look_again,
     num_records,
-    opened,
     put,
 )
 from tests.fixtures.waiting import until
@@ -44,7 +43,7 @@ def used_blocks(disk) -> int:
 @pytest.mark.parametrize("code", ENVIRONMENT, ids=errno.errorcode.get)
 @pytest.mark.parametrize("operation", ["open", "read", "stat"])
 async def test_files_that_cannot_be_read_at_the_start_stay_and_are_read_later(
-    tmp_path, files, operation, code
+    opened, tmp_path, files, operation, code
 ):
     await fill(tmp_path, *range(NUM_CHUNKS))
     files.failing = {operation: code}
@@ -63,11 +62,10 @@ async def test_files_that_cannot_be_read_at_the_start_stay_and_are_read_later(
     await look_again(disk)
     assert await get(disk, *range(NUM_CHUNKS)) == [make_payload(i) for i in range(NUM_CHUNKS)]
     assert (disk.stats()["unread_files"], used_blocks(disk)) == (0, NUM_CHUNKS)
-    await disk.close()
 
 
 @pytest.mark.parametrize("code", ENVIRONMENT, ids=errno.errorcode.get)
-async def test_directory_that_cannot_be_listed_is_read_later(tmp_path, files, code):
+async def test_directory_that_cannot_be_listed_is_read_later(opened, tmp_path, files, code):
     await fill(tmp_path, *range(4), tenant="a")
     await fill(tmp_path, *range(4), tenant="b")
     files.failing = {"list_directory": code}
@@ -80,10 +78,9 @@ async def test_directory_that_cannot_be_listed_is_read_later(tmp_path, files, co
     await look_again(disk)
     assert await get(disk, *range(4), tenant="a") == [make_payload(i) for i in range(4)]
     assert used_blocks(disk) == 8
-    await disk.close()
 
 
-async def test_unread_files_are_never_removed_for_room(tmp_path, files):
+async def test_unread_files_are_never_removed_for_room(opened, tmp_path, files):
     await fill(tmp_path, *range(3))
     files.failing = {"open": errno.EACCES}
     disk = await opened(tmp_path, 4 * BLOCK_BYTES, files=files)
@@ -94,12 +91,11 @@ async def test_unread_files_are_never_removed_for_room(tmp_path, files):
     assert num_records(tmp_path) == 4
     await look_again(disk)
     assert await get(disk, *range(3)) == [make_payload(i) for i in range(3)]
-    await disk.close()
 
 
 @pytest.mark.parametrize("how", ["read again", "removed by the tier", "removed by hand"])
 async def test_disk_full_of_unread_files_is_failing_until_they_are_read_or_removed(
-    tmp_path, files, caplog, how
+    opened, tmp_path, files, caplog, how
 ):
     paths = await fill(tmp_path, *range(4))
     files.failing, files.only = {"open": errno.EACCES}, ".kvr"
@@ -120,10 +116,9 @@ async def test_disk_full_of_unread_files_is_failing_until_they_are_read_or_remov
     await look_again(disk)
     assert disk.stats()["is_failing"] == 0
     assert await disk.batched_put([make_chunk(10)]) == [True]
-    await disk.close()
 
 
-async def test_chunk_stored_during_a_failing_look_is_charged_once(tmp_path, files):
+async def test_chunk_stored_during_a_failing_look_is_charged_once(opened, tmp_path, files):
     paths = await fill(tmp_path, "a", "b")
     files.failing, files.only = {"open": errno.EMFILE}, ".kvr"
     disk = await opened(tmp_path, files=files)
@@ -146,11 +141,12 @@ async def test_chunk_stored_during_a_failing_look_is_charged_once(tmp_path, file
     assert (disk.stats()["unread_files"], used_blocks(disk)) == (0, 2)
     files.failing = {}
     assert await get(disk, "a", "b") == [make_payload("a"), make_payload("b")]
-    await disk.close()
 
 
 @pytest.mark.parametrize("how", ["remove", "clear tenant", "clear"])
-async def test_chunk_removed_while_it_cannot_be_read_does_not_come_back(tmp_path, files, how):
+async def test_chunk_removed_while_it_cannot_be_read_does_not_come_back(
+    opened, tmp_path, files, how
+):
     await fill(tmp_path, "a")
     await fill(tmp_path, "b", tenant="other")
     files.failing = {"open": errno.EMFILE}
@@ -167,10 +163,11 @@ async def test_chunk_removed_while_it_cannot_be_read_does_not_come_back(tmp_path
     assert await get(disk, "b", tenant="other") == [
         MissReason.NEVER_STORED if how == "clear" else make_payload("b")
     ]
-    await disk.close()
 
 
-async def test_file_that_fails_while_others_can_be_read_is_set_aside_and_retried(tmp_path, files):
+async def test_file_that_fails_while_others_can_be_read_is_set_aside_and_retried(
+    opened, tmp_path, files
+):
     paths = await fill(tmp_path, "a", "b")
     disk = await opened(tmp_path, files=files)
     files.failing, files.only = {"read": errno.EIO}, paths["a"].name
@@ -186,11 +183,10 @@ async def test_file_that_fails_while_others_can_be_read_is_set_aside_and_retried
     await look_again(disk)
     assert await get(disk, "a") == [make_payload("a")]
     assert used_blocks(disk) == 2
-    await disk.close()
 
 
 @pytest.mark.parametrize("how", ["its content", "the directory", "the directory, made again"])
-async def test_emptied_directory_is_forgotten_and_filled_again(tmp_path, files, how):
+async def test_emptied_directory_is_forgotten_and_filled_again(opened, tmp_path, files, how):
     """The lock file goes with the records, which is no sign of a volume that is gone."""
     root = tmp_path / "disk"
     await fill(root, "a", "b")
@@ -210,10 +206,9 @@ async def test_emptied_directory_is_forgotten_and_filled_again(tmp_path, files, 
     (path,) = root.rglob("*.kvr")
     path.unlink()
     assert await get(disk, "a") == [MissReason.NEVER_STORED], "files that vanish later, too"
-    await disk.close()
 
 
-async def test_look_while_the_volume_is_gone_forgets_nothing(tmp_path, files):
+async def test_look_while_the_volume_is_gone_forgets_nothing(opened, tmp_path, files):
     root = tmp_path / "disk"
     await fill(root, "a")
     files.failing, files.only = {"open": errno.EMFILE}, ".kvr"
@@ -227,7 +222,6 @@ async def test_look_while_the_volume_is_gone_forgets_nothing(tmp_path, files):
     (tmp_path / "unmounted").rename(root)
     await look_again(disk)
     assert await get(disk, "a") == [make_payload("a")]
-    await disk.close()
 
 
 class Announced:
@@ -245,7 +239,9 @@ class Announced:
 
 
 @pytest.mark.parametrize("operation", ["open", "list_directory"])
-async def test_chunks_that_can_be_read_later_are_announced(tmp_path, monkeypatch, operation):
+async def test_chunks_that_can_be_read_later_are_announced(
+    opened, tmp_path, monkeypatch, operation
+):
     """If the root cannot be listed, it is read as a whole later."""
 
     class Counted(TroubledFiles):
@@ -271,4 +267,3 @@ async def test_chunks_that_can_be_read_later_are_announced(tmp_path, monkeypatch
     files.failing = {}
     await until(lambda: len(announced.counts) > 1)
     assert announced.counts == [0, NUM_CHUNKS]
-    await disk.close()
