@@ -13,12 +13,10 @@ from lmcache_core.storage.codecs import Codecs
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
 from lmcache_core.storage.disk.backend import DEFAULT_NUM_THREADS
 from lmcache_core.storage.encoded import EncodedBackend
-from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.guard import Guard, GuardOptions
-from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
 
-from tests.fixtures.disk_tier import PATIENCE_S, Clock
+from tests.fixtures.disk_tier import PATIENCE_S, Clock, Over
 from tests.fixtures.loop_clock import FAR_S, LoopClock
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import payload_of
@@ -51,27 +49,18 @@ def files() -> Hanging:
 
 
 @pytest.fixture
-def arena() -> ArenaAllocator:
-    return ArenaAllocator.anonymous(ARENA_BYTES)
-
-
-@pytest.fixture
 def disk(tmp_path: Path, files: Hanging) -> DiskBackend:
     return DiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
 
 
 @pytest.fixture
 async def stack(
-    disk: DiskBackend, files: Hanging, arena: ArenaAllocator, clock: Clock
+    over: Over, disk: DiskBackend, files: Hanging, clock: Clock
 ) -> AsyncIterator[TierStack]:
     options = GuardOptions(timeout_s=FAR_S, cool_down_s=COOL_DOWN_S, cool_down_cap_s=COOL_DOWN_S)
     tier = Guard(EncodedBackend(disk, Codecs({})), options, is_priced=True, clock=clock)
-    made = TierStack(LocalCPUBackend(arena, create_policy()), [tier])
-    await made.open()
-    yield made
+    yield await over(tier)
     files.may_write.set()
-    await made.close()
-    assert arena.used_bytes == 0, "a reference was not given back"
 
 
 async def put(stack: TierStack, *names: object) -> None:
@@ -128,7 +117,7 @@ async def test_bytes_that_a_hung_write_reads_are_not_reused(
 
 
 async def test_writes_that_finished_while_another_hung_are_announced(
-    tmp_path: Path, arena: ArenaAllocator
+    over: Over, tmp_path: Path
 ) -> None:
     announced: list[str] = []
 
@@ -139,8 +128,7 @@ async def test_writes_that_finished_while_another_hung_are_announced(
     files = Hanging(num_hanging=1)
     disk = DiskBackend(tmp_path, 8 * ARENA_BYTES, files=files)
     tier = Guard(disk, options=GuardOptions(timeout_s=FAR_S))
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), [tier], listener=Listener())
-    await stack.open()
+    stack = await over(tier, listener=Listener())
     chunks = [make_chunk(i, allocate=stack.allocate) for i in range(16)]
     await stack.batched_put(chunks)
     for chunk in chunks:
@@ -156,7 +144,6 @@ async def test_writes_that_finished_while_another_hung_are_announced(
     files.may_write.set()
     await until(announced_again.is_set)
     assert len(disk.held()) == 16
-    await stack.close()
 
 
 @pytest.mark.parametrize("how", ["remove", "clear"])

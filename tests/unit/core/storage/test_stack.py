@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
 
 from tests.fixtures.codecs import ZlibCodec, codecs_of
+from tests.fixtures.disk_tier import Over
 from tests.fixtures.loop_clock import LoopClock
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import payload_of
@@ -84,11 +85,6 @@ class Listener:
 
 
 @pytest.fixture
-def arena() -> ArenaAllocator:
-    return ArenaAllocator.anonymous(ARENA_BYTES)
-
-
-@pytest.fixture
 def disk(tmp_path: Path) -> Disk:
     return Disk(tmp_path / "disk")
 
@@ -99,13 +95,8 @@ def listener() -> Listener:
 
 
 @pytest.fixture
-async def stack(arena: ArenaAllocator, disk: Disk, listener: Listener) -> AsyncIterator[TierStack]:
-    made = TierStack(LocalCPUBackend(arena, create_policy()), [disk], listener=listener)
-    await made.open()
-    yield made
-    await made.close()
-    arena.check_integrity()
-    assert arena.used_bytes == 0, "a reference was not given back"
+async def stack(over: Over, disk: Disk, listener: Listener) -> TierStack:
+    return await over(disk, listener=listener)
 
 
 async def put(stack: TierStack, *names: str) -> list[bool]:
@@ -179,30 +170,32 @@ async def test_hanging_tier_is_a_miss_at_the_deadline_and_an_unavailable_one_at_
     assert stack.stats()["disk"]["unkept_writes"] == 1
 
 
-async def test_waiting_writes_are_bounded_and_the_others_are_counted(
-    stack: TierStack, disk: Disk, monkeypatch: pytest.MonkeyPatch
+async def test_slower_tiers_share_the_memory_of_waiting_writes(
+    over: Over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Beyond it chunks wait by name, and so many names are the bound of what is not dropped."""
     monkeypatch.setattr(write_behind, "MAX_WAITING_NAMES", 100)
-    disk.may_answer.clear()
-    names = [f"n{i}" for i in range(700)]
-    assert all(await put(stack, *names[:300]))
-    assert all(await put(stack, *names[300:]))
-    figures = stack.stats()["disk"]
-    assert 0 < figures["pending_write_bytes"] <= ARENA_BYTES // 2
-    assert figures["dropped_writes"] > 0
+    disks = [Disk(tmp_path / name) for name in ("a", "b")]
+    disks[1].name = "OtherDisk"
+    for disk in disks:
+        disk.may_answer.clear()
+    stack = await over(*disks)
+    for first in (0, 300):
+        assert all(await put(stack, *[f"n{i}" for i in range(first, first + 300)]))
+    assert 0 < stack.num_pending_bytes <= ARENA_BYTES // 2
+    assert all(stack.stats()[disk.name]["dropped_writes"] > 0 for disk in disks)
     assert not await stack.drain(0.05)
     await stack.close()
     assert not stack.is_writing, "a closed stack writes nothing more"
 
 
 async def test_writes_that_need_no_device_let_other_tasks_run_between_batches(
-    arena: ArenaAllocator, tmp_path: Path
+    over: Over, tmp_path: Path
 ) -> None:
     """As a disk with a serde does for chunks that it has, and every tier while it is bypassed."""
     listener, codecs = Listener(), codecs_of(ZlibCodec("lossless"))
     disk = EncodedBackend(DiskBackend(tmp_path, ARENA_BYTES), codecs, "lossless")
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], listener=listener)
-    await stack.open()
+    stack = await over(disk, listener=listener)
     names = [f"n{i}" for i in range(200)]
     most = 0
     for _ in range(2):
@@ -212,12 +205,11 @@ async def test_writes_that_need_no_device_let_other_tasks_run_between_batches(
             await asyncio.sleep(0)
             most = max(most, len(listener.stored_chunks) - num_stored)
     assert most <= write_behind.BATCH_CHUNKS
-    await stack.close()
 
 
 @pytest.mark.parametrize("serde", [None, "lossless"])
 async def test_chunk_on_disk_is_neither_encoded_nor_written_again(
-    arena: ArenaAllocator, tmp_path: Path, serde: str | None
+    over: Over, tmp_path: Path, serde: str | None
 ) -> None:
     class Counted(DiskFiles):
         num_named = 0
@@ -229,8 +221,7 @@ async def test_chunk_on_disk_is_neither_encoded_nor_written_again(
     files, listener = Counted(), Listener()
     disk = DiskBackend(tmp_path, 1 << 22, files=files)
     tier = Guard(EncodedBackend(disk, codecs_of(ZlibCodec("lossless")), serde))
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), [tier], listener=listener)
-    await stack.open()
+    stack = await over(tier, listener=listener)
     for _ in range(2):
         chunk = make_chunk("a", payload=bytes(64 << 10), allocate=stack.allocate)
         assert await stack.batched_put([chunk]) == [True]
@@ -241,7 +232,6 @@ async def test_chunk_on_disk_is_neither_encoded_nor_written_again(
     assert files.num_named == figures["put_chunks"] == 1
     assert figures.get("encoded_chunks", 0) == (0 if serde is None else 1)
     assert listener.stored_chunks.count((make_key("a"), "disk")) == 2
-    await stack.close()
 
 
 async def test_chunk_removed_while_it_waits_by_name_is_not_written(
@@ -256,10 +246,9 @@ async def test_chunk_removed_while_it_waits_by_name_is_not_written(
 
 
 async def test_without_a_hot_tier_chunks_only_pass_through_memory(
-    arena: ArenaAllocator, disk: Disk
+    over: Over, arena: ArenaAllocator, disk: Disk
 ) -> None:
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
-    await stack.open()
+    stack = await over(disk, keep_hot=False)
     assert await put(stack, "a") == [True]
     await stack.drain(60.0)
     assert arena.used_bytes == 0
@@ -318,14 +307,9 @@ async def test_tier_whose_close_hangs_is_named_and_the_others_close(
     Hanging.may_close.set()
 
 
-async def test_stack_is_writing_while_chunks_wait_by_name(
-    arena: ArenaAllocator, tmp_path: Path
-) -> None:
+async def test_stack_is_writing_while_chunks_wait_by_name(over: Over, disk: Disk) -> None:
     """Between two batches no bytes may be pending although the rest of a long store still waits."""
-    disk = DiskBackend(tmp_path, 1 << 22)
-    hot = LocalCPUBackend(arena, create_policy())
-    stack = TierStack(hot, [disk], pending_bytes={disk.name: 17 * CHUNK_BYTES})
-    await stack.open()
+    stack = await over(disk, pending_bytes={disk.name: 17 * CHUNK_BYTES})
     names = [f"n{i}" for i in range(200)]
     assert not stack.is_writing
     assert all(await put(stack, *names))
@@ -336,8 +320,6 @@ async def test_stack_is_writing_while_chunks_wait_by_name(
     assert most_names > 100
     assert len(disk.held()) == len(names), "written in batches, none dropped"
     assert stack.num_waiting_names == stack.num_pending_bytes == 0
-    await stack.close()
-    assert not stack.is_writing
 
 
 async def test_write_that_outlasts_the_removal_is_undone(stack: TierStack, disk: Disk) -> None:
@@ -356,7 +338,7 @@ async def test_write_that_outlasts_the_removal_is_undone(stack: TierStack, disk:
 @pytest.mark.parametrize("keep_hot", [True, False])
 @pytest.mark.parametrize("comes_late", [True, False])
 async def test_chunk_stored_during_its_removal_stays(
-    arena: ArenaAllocator, tmp_path: Path, keep_hot: bool, comes_late: bool
+    over: Over, tmp_path: Path, keep_hot: bool, comes_late: bool
 ) -> None:
     class SlowRemoval(Disk):
         """Its removals wait, both before and after the files are gone."""
@@ -372,8 +354,7 @@ async def test_chunk_stored_during_its_removal_stays(
             return num_removed
 
     disk, key = SlowRemoval(tmp_path), make_key("a")
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=keep_hot)
-    await stack.open()
+    stack = await over(disk, keep_hot=keep_hot)
     await put(stack, "a")
     assert await stack.drain(60.0)
     removal = asyncio.ensure_future(stack.batched_remove([key]))
@@ -389,21 +370,6 @@ async def test_chunk_stored_during_its_removal_stays(
     assert await stack.drain(60.0)
     assert stack.hot.contains_many([key]) == [keep_hot]
     assert held_keys(disk) == [key]
-    await stack.close()
-
-
-async def test_slower_tiers_share_the_memory_of_waiting_writes(
-    arena: ArenaAllocator, tmp_path: Path
-) -> None:
-    disks = [Disk(tmp_path / name) for name in ("a", "b")]
-    disks[1].name = "OtherDisk"
-    for disk in disks:
-        disk.may_answer.clear()
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), disks)
-    await stack.open()
-    await put(stack, *[f"n{i}" for i in range(600)])
-    assert 0 < stack.num_pending_bytes <= ARENA_BYTES // 2
-    await stack.close()
 
 
 async def test_chunks_of_a_long_store_evicted_before_their_write_are_counted(
@@ -423,10 +389,9 @@ async def test_chunks_of_a_long_store_evicted_before_their_write_are_counted(
 
 
 async def test_without_a_hot_tier_the_prefix_of_a_long_store_is_kept(
-    arena: ArenaAllocator, disk: Disk
+    over: Over, disk: Disk
 ) -> None:
-    stack = TierStack(LocalCPUBackend(arena, create_policy()), [disk], keep_hot=False)
-    await stack.open()
+    stack = await over(disk, keep_hot=False)
     sizes = [CHUNK_BYTES] * 400 + [100_000] * 3 + [CHUNK_BYTES] * 3
     chunks = [make_chunk(i, payload=make_payload(i, size)) for i, size in enumerate(sizes)]
     await stack.batched_put(chunks)
@@ -434,4 +399,3 @@ async def test_without_a_hot_tier_the_prefix_of_a_long_store_is_kept(
     kept = await disk.batched_contains([chunk.key for chunk in chunks])
     assert kept == sorted(kept, reverse=True), "nothing after the first that found no room"
     assert not kept[-1]
-    await stack.close()
