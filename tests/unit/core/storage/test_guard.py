@@ -13,7 +13,7 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
 from lmcache_core.memory.base import MemoryObj
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, release_all
 from lmcache_core.storage import guard as module
 from lmcache_core.storage.base import StorageBackend
 from lmcache_core.storage.guard import Guard, GuardOptions
@@ -33,13 +33,16 @@ def plain(num_bytes: int) -> MemoryObj:
 
 
 class Moody(StorageBackend):
-    """Raises `error`, or returns `results`; waits for `gate` first."""
+    """Waits `wait_s` and for `gate`, then raises `error`, or returns `results`: by default all
+    chunks, in memory that it takes before.
+    """
 
     name = "Moody"
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float = 0.0) -> None:
+        self.wait_s = wait_s
         self.error: BaseException | None = None
-        self.results: list[Result] = [make_chunk(1), Miss(MissReason.NEVER_STORED)]
+        self.results: list[Result] | None = None
         self.num_calls = 0
         self.gate: asyncio.Event | None = None
 
@@ -54,8 +57,13 @@ class Moody(StorageBackend):
     async def batched_get(
         self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
     ) -> list[Result]:
-        await self._call()
-        return list(self.results)
+        chunks = [make_chunk(key, allocate=allocate) for key in keys]
+        try:
+            await self._call()
+        except BaseException:
+            release_all(list(chunks))
+            raise
+        return list(chunks) if self.results is None else self.results
 
     async def batched_put(self, chunks: Sequence[Chunk]) -> list[bool]:
         await self._call()
@@ -74,6 +82,7 @@ class Moody(StorageBackend):
 
     async def _call(self) -> None:
         self.num_calls += 1
+        await asyncio.sleep(self.wait_s)  # real time: virtual
         if self.gate is not None:
             await self.gate.wait()
         if self.error is not None:
@@ -310,35 +319,9 @@ async def test_call_that_needs_no_device_does_not_end_the_bypass(clock: Clock, c
     assert not breaker.is_bypassed
 
 
-class Slow(Moody):
-    """Takes memory, then needs `wait_s` for every call."""
-
-    def __init__(self, wait_s: float = 100.0) -> None:
-        super().__init__()
-        self.wait_s = wait_s
-        self.is_away = False
-
-    async def batched_get(
-        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
-    ) -> list[Result]:
-        chunks = [make_chunk(key, allocate=allocate) for key in keys]
-        try:
-            await self._call()
-        except BaseException:
-            for chunk in chunks:
-                chunk.release()
-            raise
-        return list(chunks)
-
-    async def _call(self) -> None:
-        await asyncio.sleep(self.wait_s)
-        if self.is_away:
-            raise UnavailableError("away")
-
-
 async def test_late_calls_are_misses_and_release_their_memory() -> None:
     arena, late = Arena(), [Miss(MissReason.UNAVAILABLE)] * 2
-    backend = Guard(Slow(wait_s=1e6))
+    backend = Guard(Moody(wait_s=1e6))
     assert await backend.batched_get(KEYS, arena) == late
     assert await backend.batched_get(KEYS, arena, timeout_s=0.01) == late
     arena.check_empty()
@@ -353,16 +336,16 @@ async def test_deadlines_of_puts_and_removals_grow_with_their_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chunk, options = make_chunk(1), GuardOptions(timeout_s=1.0)
-    assert await Guard(Slow(wait_s=8.0), options).batched_put([chunk]) == [False]
-    assert await Guard(Slow(wait_s=8.0), options).batched_remove(KEYS) == 0
+    assert await Guard(Moody(wait_s=8.0), options).batched_put([chunk]) == [False]
+    assert await Guard(Moody(wait_s=8.0), options).batched_remove(KEYS) == 0
     monkeypatch.setattr(module, "MIN_BYTES_PER_S", chunk.num_bytes / 10)
-    assert await Guard(Slow(wait_s=8.0), options).batched_put([chunk]) == [True]
+    assert await Guard(Moody(wait_s=8.0), options).batched_put([chunk]) == [True]
     monkeypatch.setattr(module, "REMOVAL_S", 10)
-    assert await Guard(Slow(wait_s=8.0), options).batched_remove(KEYS) == 2
+    assert await Guard(Moody(wait_s=8.0), options).batched_remove(KEYS) == 2
 
 
 async def test_one_hung_put_bypasses_writes_until_a_put_succeeds(clock: Clock) -> None:
-    slow = Slow()
+    slow = Moody(wait_s=100.0)
     backend = Guard(slow, GuardOptions(cool_down_s=1.0), clock=clock)
     assert await backend.batched_put([make_chunk(1)]) == [False]
     assert backend.stats().items() >= {"breaker_open": 1, "breaker_openings": 1}.items()
@@ -386,7 +369,7 @@ async def test_one_hung_put_bypasses_writes_until_a_put_succeeds(clock: Clock) -
 @pytest.mark.parametrize("how", ["cancelled", "unavailable", "bypassed"])
 async def test_inconclusive_probe_of_writes_is_followed_by_another(clock: Clock, how: str) -> None:
     """Or writes would be bypassed for good."""
-    slow = Slow()
+    slow = Moody(wait_s=100.0)
     backend = Guard(slow, GuardOptions(num_failures=2, cool_down_s=1.0), clock=clock)
     assert await backend.batched_put([make_chunk(1)]) == [False]
     clock.now = 5.0
@@ -396,11 +379,11 @@ async def test_inconclusive_probe_of_writes_is_followed_by_another(clock: Clock,
         probe.cancel()
         await asyncio.wait([probe])
     else:
-        slow.wait_s, slow.is_away = 0, True
+        slow.wait_s, slow.error = 0, UnavailableError("away")
         if how == "bypassed":
             await backend.batched_remove(KEYS)  # the second consecutive failure
         assert await backend.batched_put([make_chunk(1)]) == [False]
-    slow.wait_s, slow.is_away = 0, False
+    slow.wait_s, slow.error = 0, None
     clock.now = 10.0
     assert await backend.batched_put([make_chunk(1)]) == [True]
     assert not backend.is_bypassed
