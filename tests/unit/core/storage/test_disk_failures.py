@@ -88,7 +88,7 @@ async def test_read_error_drops_a_chunk_only_if_it_is_no_file(disk, files, code,
     assert await disk.batched_contains([make_key("a")]) == [code == errno.EIO]
 
 
-async def test_removed_chunk_whose_file_stayed_can_be_stored_again(disk, files, clock):
+async def test_removed_chunk_whose_file_stayed_can_be_stored_again(disk, files):
     assert await disk.batched_put([make_chunk("a")]) == [True]
     files.failing = {"unlink": errno.EIO}
     assert await disk.batched_remove([make_key("a")]) == 1
@@ -128,16 +128,3 @@ def test_pauses_double_up_to_a_bound_and_late_failures_do_not_count():
     backoff.succeeded()
     assert backoff.allows()
     assert backoff.allows()
-
-
-@pytest.mark.parametrize("how", ["remove", "clear tenant"])
-async def test_file_that_stayed_goes_when_its_chunk_is_removed_again(disk, files, tmp_path, how):
-    assert await disk.batched_put([make_chunk("a")]) == [True]
-    files.failing = {"unlink": errno.EIO}
-    assert await disk.batched_remove([make_key("a")]) == 1
-    files.failing.clear()
-    if how == "remove":
-        assert await disk.batched_remove([make_key("a")]) == 1
-    else:
-        assert await disk.clear("default") == 1
-    assert list(tmp_path.rglob("*.kvr")) == []

@@ -163,32 +163,6 @@ async def test_record_of_a_later_version_stays_until_its_space_is_needed(opened,
     )
 
 
-@pytest.mark.parametrize("how", ["remove", "clear tenant", "clear"])
-@pytest.mark.parametrize("found", ["at the start", "when read"])
-async def test_removed_record_of_a_later_version_is_deleted(opened, tmp_path, how, found):
-    paths = await fill(tmp_path, "a", "b")
-    paths |= await fill(tmp_path, "c", tenant="other")
-    if found == "at the start":
-        for path in paths.values():
-            of_a_later_version(path)
-    disk = await opened(tmp_path)
-    if found == "when read":
-        for path in paths.values():
-            of_a_later_version(path)
-        assert await get(disk, "a", "b") == [MissReason.CORRUPT] * 2
-        assert await get(disk, "c", tenant="other") == [MissReason.CORRUPT]
-    if how == "remove":
-        assert await disk.batched_remove([make_key("a")]) == 1
-        assert await disk.batched_remove([make_key("a")]) == 0
-        gone = {"a"}
-    else:
-        gone = {"a", "b"} if how == "clear tenant" else {"a", "b", "c"}
-        assert await disk.clear("default" if how == "clear tenant" else None) == len(gone)
-    assert {name for name, path in paths.items() if not path.exists()} == gone
-    disk.check_integrity()
-    assert disk.stats()["used_bytes"] == (3 - len(gone)) * BLOCK_BYTES
-
-
 @pytest.mark.parametrize(
     "name", [b"\xff\xfe", "ü".encode() * 100, b"%zz"], ids=["no UTF-8", "too long", "no escape"]
 )

@@ -144,25 +144,43 @@ async def test_chunk_stored_during_a_failing_look_is_charged_once(opened, tmp_pa
 
 
 @pytest.mark.parametrize("how", ["remove", "clear tenant", "clear"])
-async def test_chunk_removed_while_it_cannot_be_read_does_not_come_back(
-    opened, tmp_path, files, how
-):
-    await fill(tmp_path, "a")
-    await fill(tmp_path, "b", tenant="other")
-    files.failing = {"open": errno.EMFILE}
+@pytest.mark.parametrize(
+    "why", ["unreadable", "later version", "later version, found when read", "file not removed"]
+)
+async def test_chunk_that_is_not_served_is_removed_with_its_file(opened, tmp_path, files, why, how):
+    def become_later():
+        for path in paths.values():
+            path.write_bytes((data := path.read_bytes())[:4] + b"\2" + data[5:])
+
+    paths = await fill(tmp_path, "a", "b") | await fill(tmp_path, "c", tenant="other")
+    if why == "later version":
+        become_later()
+    elif why == "unreadable":
+        files.failing = {"open": errno.EMFILE}
     disk = await opened(tmp_path, files=files)
+    if why == "later version, found when read":
+        become_later()
+        assert await get(disk, "a", "b") == [MissReason.CORRUPT] * 2
+        assert await get(disk, "c", tenant="other") == [MissReason.CORRUPT]
+    elif why == "file not removed":
+        files.failing = {"unlink": errno.EIO}
+        keys = [make_key("a"), make_key("b"), make_key("c", tenant="other")]
+        assert await disk.batched_remove(keys) == 3
+        files.failing.clear()
     if how == "remove":
         assert await disk.batched_remove([make_key("a")]) == 1
+        assert await disk.batched_remove([make_key("a")]) == 0
+        gone = {"a"}
     else:
-        assert await disk.clear("default" if how == "clear tenant" else None) == (
-            1 if how == "clear tenant" else 2
-        )
+        gone = {"a", "b"} if how == "clear tenant" else {"a", "b", "c"}
+        assert await disk.clear("default" if how == "clear tenant" else None) == len(gone)
+    assert {name for name, path in paths.items() if not path.exists()} == gone
+    assert used_blocks(disk) == 3 - len(gone)
     files.failing.clear()
     await look_again(disk)
-    assert await get(disk, "a") == [MissReason.NEVER_STORED]
-    assert await get(disk, "b", tenant="other") == [
-        MissReason.NEVER_STORED if how == "clear" else make_payload("b")
-    ]
+    assert await get(disk, "a") == [MissReason.NEVER_STORED], "it does not come back"
+    if why == "unreadable" and how == "clear tenant":
+        assert await get(disk, "c", tenant="other") == [make_payload("c")]
 
 
 async def test_file_that_fails_while_others_can_be_read_is_set_aside_and_retried(
