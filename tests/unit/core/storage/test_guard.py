@@ -1,5 +1,5 @@
 """The guard of a tier: failures are misses, every call ends, and a tier that keeps failing is
-bypassed.
+bypassed; and what its observers log and count.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from collections.abc import Sequence
 import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
-from lmcache_core.memory import BytesBufferMemoryObj
+from lmcache_core.memory import ArenaAllocator, BytesBufferMemoryObj
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, release_all
+from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage import guard as module
 from lmcache_core.storage.base import StorageBackend
+from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.guard import Guard, GuardOptions
+from lmcache_core.storage.observers import MetricsObserver
+from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, TIER_CHUNKS_TOTAL, Counters
 
 from tests.fixtures.disk_tier import Clock
 from tests.fixtures.wire import Arena
+from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key
+from tests.suites.faults import ForwardingBackend
 
 pytestmark = pytest.mark.virtual_time
 
@@ -414,3 +420,79 @@ async def test_only_failures_in_a_row_count(breaker: Guard, inner: Moody) -> Non
         inner.error = None
         await breaker.batched_contains(KEYS)
     assert not breaker.is_bypassed
+
+
+RECORD_BYTES = 512 + 1000
+
+
+@pytest.fixture
+def memory() -> LocalCPUBackend:
+    return LocalCPUBackend(ArenaAllocator.anonymous(1 << 20), create_policy())
+
+
+class Away(ForwardingBackend):
+    async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        raise UnavailableError("away")
+
+
+async def test_each_call_is_one_log_line_that_reveals_only_the_hash_of_a_key(
+    memory: LocalCPUBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier, key = Guard(memory), make_key("a", tenant="acme")
+    with caplog.at_level(logging.DEBUG):
+        await tier.batched_put([make_chunk("a", tenant="acme"), make_chunk("b")])
+        await tier.batched_contains([key, make_key("never")])
+        [got, _] = await tier.batched_get([key, make_key("never")], Arena())
+        await tier.batched_remove([key])
+        await tier.clear()
+        await Guard(Away(memory)).batched_contains([key])
+    payload_of(got)
+    short = key.key.chunk_hash[:12]
+    lines = [line.split(" ms=") for line in caplog.messages]
+    assert [line for line, _ in lines] == [
+        f"tier called: tier=memory operation={what}"
+        for what in (
+            f"put first={short} chunks=2 of=2 bytes={2 * RECORD_BYTES}",
+            f"contains first={short} chunks=1 of=2 bytes=0",
+            f"get first={short} chunks=1 of=2 bytes={RECORD_BYTES}",
+            f"remove first={short} chunks=1 of=1 bytes=0",
+            "clear first=- chunks=1 of=0 bytes=0",
+            f"contains first={short} chunks=0 of=1 bytes=0",
+        )
+    ]
+    assert [rest.split()[1] for _, rest in lines] == ["error=-"] * 5 + ["error=UnavailableError"]
+    for secret in (key.key.chunk_hash, "test/model", "acme"):
+        assert secret not in caplog.text
+
+
+async def test_calls_are_counted_by_operation_and_misses_by_reason(memory: LocalCPUBackend) -> None:
+    counters, arena = Counters(), Arena()
+    tier = Guard(memory, observers=[MetricsObserver(counters)])
+    await tier.batched_put([make_chunk(i) for i in range(3)])
+    await tier.batched_contains([make_key(i) for i in range(5)])
+    for result in await tier.batched_get([make_key(i) for i in range(1, 5)], arena):
+        payload_of(result)
+    await tier.batched_remove([make_key(0)])
+    await tier.clear()
+    figures = tier.stats()
+    counted = {name: value for name, value in figures.items() if name not in memory.stats()}
+    assert {name: value for name, value in counted.items() if "microseconds" not in name} == {
+        "breaker_open": 0,
+        "breaker_openings": 0,
+        "put_calls": 1,
+        "put_chunks": 3,
+        "put_bytes": 3 * RECORD_BYTES,
+        "contains_calls": 1,
+        "contains_chunks": 3,
+        "get_calls": 1,
+        "get_chunks": 2,
+        "get_bytes": 2 * RECORD_BYTES,
+        "missed_never_stored": 2,
+        "remove_calls": 1,
+        "remove_chunks": 1,
+        "clear_calls": 1,
+        "clear_chunks": 2,
+    }
+    assert figures["num_chunks"] == 0
+    assert counters.value(TIER_CHUNKS_TOTAL, "get") == 2
+    assert counters.value(MISSED_CHUNKS_TOTAL, MissReason.NEVER_STORED) == 2

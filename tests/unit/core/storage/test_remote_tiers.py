@@ -66,7 +66,13 @@ def test_directory_may_have_a_name_that_is_not_utf8() -> None:
     "url",
     [
         *("", "localhost:65432", "ftp://localhost", "lm://", "lm://localhost:99999"),
-        *("lm://localhost?x=1", "lm://a,,b", "lm://a,b/path", "lm://user:secret@a,b"),
+        *(
+            "lm://localhost?x=1",
+            "lm://a,,b",
+            "lm://a,b/path",
+            "lm://user:secret@a,b",
+            "lm://a:70000,b",
+        ),
         *("redis://localhost:port", "redis://localhost?ttl_s=soon", "redis://localhost?ttl_s=-1"),
         *("redis://localhost/1/2", "rediss://user:secret@localhost/1x"),
         *("redis-sentinel://one:port/service", "redis-sentinel://,/service", "file:///mnt/k%00v"),
