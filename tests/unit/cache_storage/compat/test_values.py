@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -46,15 +47,13 @@ class World:
     def unservable(self, reason: str) -> int:
         return self.counters.value(metrics.UNSERVABLE_VALUES_TOTAL, reason)
 
-    def check_no_references(self) -> None:
-        self.store.clear()
-        self.store.arena.check_empty()
-
 
 @pytest.fixture
-def world() -> World:
+def world() -> Iterator[World]:
     store, counters = MemoryStore(), Counters()
-    return World(store, counters, ForeignValues(store, "acme", "v0.3+", counters))
+    yield World(store, counters, ForeignValues(store, "acme", "v0.3+", counters))
+    store.clear()
+    store.arena.check_empty()
 
 
 def chunk_key(key: str) -> ChunkKey:
@@ -72,7 +71,6 @@ async def test_record_is_marked_as_foreign_and_lossy(world: World) -> None:
         5,
     )
     assert len(chunk.head) <= MAX_HEAD_BYTES
-    world.check_no_references()
 
 
 @pytest.mark.parametrize("size", [64, INLINE_DIGEST_BYTES + 1])
@@ -84,7 +82,6 @@ async def test_a_damaged_value_is_missing_and_removed(world: World, size: int) -
     assert not world.store.chunks
     assert await world.put("k", bytes(size))
     assert await world.get("k") == (bytes(size), ABOUT)
-    world.check_no_references()
 
 
 async def test_dialects_and_tenants_see_nothing_of_one_another(world: World) -> None:
@@ -93,7 +90,6 @@ async def test_dialects_and_tenants_see_nothing_of_one_another(world: World) -> 
         other = ForeignValues(world.store, tenant, dialect, world.counters)
         assert not await other.contains("k")
         assert await other.get("k") is None
-    world.check_no_references()
 
 
 @pytest.mark.parametrize("serde", ["naive", "lmcache-v0.3+"])
@@ -110,4 +106,3 @@ async def test_record_that_is_no_foreign_value_is_not_served(world: World, serde
     assert world.unservable("encoding") == 1
     assert await world.put("k", b"mine")
     assert await world.get("k") == (b"mine", ABOUT)
-    world.check_no_references()

@@ -82,22 +82,8 @@ async def test_a_process_killed_at_any_point_leaves_whole_records_and_no_damaged
         await left.close()
 
 
-def short(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def long(path):
-    path.write_bytes(path.read_bytes() + b"x")
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def damaged_head(path):
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
+def rewritten(change):
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
 def under_another_name(path):
@@ -120,20 +106,24 @@ def a_pipe(path):
     os.mkfifo(path)
 
 
-def of_a_later_version(path):
-    data = bytearray(path.read_bytes())
-    data[4] = 2
-    path.write_bytes(data)
+of_a_later_version = rewritten(lambda data: data[:4] + b"\2" + data[5:])
+DAMAGES = {
+    "short": rewritten(lambda data: data[:-1]),
+    "long": rewritten(lambda data: data + b"x"),
+    "empty": rewritten(lambda data: b""),
+    "damaged head": rewritten(lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:]),
+    "under another name": under_another_name,
+    "a directory": a_directory,
+    "a link": a_link,
+    "a pipe": a_pipe,
+}
 
 
-DAMAGES = [short, long, empty, damaged_head, under_another_name, a_directory, a_link, a_pipe]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES)
 async def test_file_that_is_no_record_is_set_aside_and_never_served(opened, tmp_path, damage):
     root = tmp_path / "root"
     paths = await fill(root, "a", "b")
-    damage(paths["a"])
+    DAMAGES[damage](paths["a"])
     disk = await opened(root)
     assert held_keys(disk) == [make_key("b")]
     assert await get(disk, "a", "b") == [MissReason.NEVER_STORED, make_payload("b")]

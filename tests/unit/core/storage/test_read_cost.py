@@ -12,7 +12,7 @@ import pytest
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory import BytesBufferMemoryObj
-from lmcache_core.record import Allocate, Miss, MissReason, Result
+from lmcache_core.record import Miss, MissReason, Result
 from lmcache_core.storage.guard import (
     MIN_OBSERVATIONS,
     NUM_RECOVERED,
@@ -35,10 +35,6 @@ def tier() -> Timed:
 
 @pytest.fixture
 def priced(tier: Timed) -> Guard:
-    return guarded(tier)
-
-
-def guarded(tier: Timed) -> Guard:
     """Without a breaker that opens."""
     return Guard(tier, GuardOptions(num_failures=1 << 20), is_priced=True, clock=tier.clock)
 
@@ -114,38 +110,36 @@ async def test_late_reads_count(priced: Guard, tier: Timed) -> None:
     assert priced.num_worth(4, LIMIT_S * 0.99) == 0
 
 
-async def test_reads_cancelled_past_their_limit_count(priced: Guard, tier: Timed) -> None:
+@pytest.mark.parametrize(
+    ("limit_s", "elapsed_s", "num_worth"),
+    [(LIMIT_S, 1.5 * LIMIT_S, 0), (LIMIT_S, LIMIT_S / 2, 4), (None, LIMIT_S / 2, 4)],
+)
+async def test_cancelled_reads_count_only_past_their_limit(
+    priced: Guard, tier: Timed, limit_s: float | None, elapsed_s: float, num_worth: int
+) -> None:
     tier.hangs = True
     for _ in range(MIN_OBSERVATIONS):
-        reading = asyncio.create_task(read(priced, 4, limit_s=LIMIT_S))
+        reading = asyncio.create_task(read(priced, 4, limit_s=limit_s))
         await asyncio.sleep(0)
-        tier.now += 1.5 * LIMIT_S
+        tier.now += elapsed_s
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-    assert priced.num_worth(4, LIMIT_S) == 0
-
-
-class Refusing(Timed):
-    """Answers at once, with misses or an error."""
-
-    answer: MissReason | None = None
-
-    async def batched_get(
-        self, keys: Sequence[ChunkKey], allocate: Allocate, timeout_s: float | None = None
-    ) -> list[Result]:
-        if self.answer is None:
-            raise UnavailableError("away")
-        return [Miss(self.answer)] * len(keys)
+    assert priced.num_worth(4, LIMIT_S if num_worth == 0 else 1e-9) == num_worth
 
 
 @pytest.mark.parametrize(
     "answer", [None, MissReason.NEVER_STORED, MissReason.BREAKER_OPEN, MissReason.UNAVAILABLE]
 )
-async def test_misses_and_errors_say_nothing_about_the_price(answer: MissReason | None) -> None:
-    tier = Refusing()
-    tier.answer = answer
-    priced = guarded(tier)
+async def test_misses_and_errors_say_nothing_about_the_price(
+    priced: Guard, tier: Timed, monkeypatch: pytest.MonkeyPatch, answer: MissReason | None
+) -> None:
+    async def refuse(keys: Sequence[ChunkKey], *_: object) -> list[Result]:
+        if answer is None:
+            raise UnavailableError("away")
+        return [Miss(answer)] * len(keys)
+
+    monkeypatch.setattr(tier, "batched_get", refuse)
     await read(priced, 4, 3 * MIN_OBSERVATIONS)
     assert priced.num_worth(4, 1e-9) == 4
 
@@ -176,19 +170,6 @@ async def test_read_slower_than_computing_is_worth_nothing_whatever_the_limit(
     assert priced.num_worth(500, LIMIT_S, recompute_s=0.005) == 0, (
         "nor is the part of it that would fit"
     )
-
-
-async def test_reads_cancelled_early_do_not_count(priced: Guard, tier: Timed) -> None:
-    tier.hangs = True
-    for limit_s in (None, LIMIT_S):
-        for _ in range(MIN_OBSERVATIONS):
-            reading = asyncio.create_task(read(priced, 4, limit_s=limit_s))
-            await asyncio.sleep(0)
-            tier.now += LIMIT_S / 2
-            reading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reading
-    assert priced.num_worth(4, 1e-9) == 4
 
 
 async def test_answer_to_another_read_does_not_answer_a_probe(priced: Guard, tier: Timed) -> None:
