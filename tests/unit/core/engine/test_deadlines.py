@@ -1,5 +1,5 @@
 """Never slower than no cache: no retrieve waits longer than computing the KV would take. How long
-reads may take: `tests/unit/core/storage/test_stack_deadlines.py`.
+reads may take: `tests/unit/core/storage/test_stack.py`.
 """
 
 from __future__ import annotations
