@@ -81,6 +81,13 @@ def start_empty(storage: ServiceProcess, directory: Path) -> None:
     storage.start()
 
 
+async def leave_in_bucket(storage: ServiceProcess, directory: Path, *names: str) -> None:
+    """Store chunks that only the bucket holds afterwards."""
+    async with clients_of(storage) as (rest, _):
+        await store(rest, *names)
+    await asyncio.to_thread(start_empty, storage, directory)
+
+
 async def test_chunks_lost_by_memory_and_disk_come_from_the_bucket(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
@@ -122,9 +129,7 @@ async def test_chunks_lost_by_memory_and_disk_come_from_the_bucket(
 async def test_a_killed_bucket_is_bypassed_until_it_is_back(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
-    async with clients_of(storage) as (rest, _):
-        await store(rest, "a", "b")
-    start_empty(storage, tmp_path)
+    await leave_in_bucket(storage, tmp_path, "a", "b")
     async with clients_of(storage) as (rest, lm):
         server.pause()
         asked = asyncio.ensure_future(
@@ -168,9 +173,7 @@ async def test_a_slow_bucket_costs_reads_their_deadline_and_stores_nothing(
     slow = {"s3_endpoint_url": url, "tier_timeout_s": 1}
     try:
         with running_storage(tmp_path, **options_of(tmp_path, server) | slow) as storage:
-            async with clients_of(storage) as (rest, lm):
-                await store(rest, "a")
-            await asyncio.to_thread(start_empty, storage, tmp_path)
+            await leave_in_bucket(storage, tmp_path, "a")
             async with clients_of(storage) as (rest, lm):
                 link.delay_s = 600.0
                 [result] = await lm.get([make_key("a")], allocator(10 * CHUNK_BYTES))
@@ -191,9 +194,7 @@ async def test_a_slow_bucket_costs_reads_their_deadline_and_stores_nothing(
 async def test_a_read_only_bucket_is_still_read(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
-    async with clients_of(storage) as (rest, _):
-        await store(rest, "a")
-    start_empty(storage, tmp_path)
+    await leave_in_bucket(storage, tmp_path, "a")
     server.kill()
     server.is_read_only = True
     server.start()
@@ -227,9 +228,7 @@ async def test_a_read_only_bucket_is_still_read(
 async def test_refused_credentials_are_an_unavailable_tier_until_they_are_replaced(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
-    async with clients_of(storage) as (rest, _):
-        await store(rest, "a")
-    start_empty(storage, tmp_path)
+    await leave_in_bucket(storage, tmp_path, "a")
     server.kill()
     server.secret_key = "another-secret-0123456789"
     server.start()
