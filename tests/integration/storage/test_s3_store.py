@@ -1,4 +1,6 @@
-"""cache_storage as a process over a real S3-compatible bucket: killed, paused, slow, read-only."""
+"""cache_storage as a process over a real S3-compatible bucket: killed, paused, slow, read-only; and
+over one that states impossible lengths.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import asyncio
 import itertools
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ import pytest
 from lmcache_core.record import MissReason
 
 from tests.chaos.cluster.link import Link
+from tests.fixtures.raw_server import Reply, running_raw_server
 from tests.fixtures.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, running_s3
 from tests.fixtures.service_process import ServiceProcess
 from tests.fixtures.storage_process import allocator, clients_of, running_storage, until_settled
-from tests.fixtures.waiting import until
+from tests.fixtures.waiting import until, wait_until
 from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
@@ -78,6 +81,13 @@ def start_empty(storage: ServiceProcess, directory: Path) -> None:
     storage.start()
 
 
+async def leave_in_bucket(storage: ServiceProcess, directory: Path, *names: str) -> None:
+    """Store chunks that only the bucket holds afterwards."""
+    async with clients_of(storage) as (rest, _):
+        await store(rest, *names)
+    await asyncio.to_thread(start_empty, storage, directory)
+
+
 async def test_chunks_lost_by_memory_and_disk_come_from_the_bucket(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
@@ -119,9 +129,7 @@ async def test_chunks_lost_by_memory_and_disk_come_from_the_bucket(
 async def test_a_killed_bucket_is_bypassed_until_it_is_back(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
-    async with clients_of(storage) as (rest, _):
-        await store(rest, "a", "b")
-    start_empty(storage, tmp_path)
+    await leave_in_bucket(storage, tmp_path, "a", "b")
     async with clients_of(storage) as (rest, lm):
         server.pause()
         asked = asyncio.ensure_future(
@@ -165,9 +173,7 @@ async def test_a_slow_bucket_costs_reads_their_deadline_and_stores_nothing(
     slow = {"s3_endpoint_url": url, "tier_timeout_s": 1}
     try:
         with running_storage(tmp_path, **options_of(tmp_path, server) | slow) as storage:
-            async with clients_of(storage) as (rest, lm):
-                await store(rest, "a")
-            await asyncio.to_thread(start_empty, storage, tmp_path)
+            await leave_in_bucket(storage, tmp_path, "a")
             async with clients_of(storage) as (rest, lm):
                 link.delay_s = 600.0
                 [result] = await lm.get([make_key("a")], allocator(10 * CHUNK_BYTES))
@@ -188,9 +194,7 @@ async def test_a_slow_bucket_costs_reads_their_deadline_and_stores_nothing(
 async def test_a_read_only_bucket_is_still_read(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
-    async with clients_of(storage) as (rest, _):
-        await store(rest, "a")
-    start_empty(storage, tmp_path)
+    await leave_in_bucket(storage, tmp_path, "a")
     server.kill()
     server.is_read_only = True
     server.start()
@@ -224,9 +228,7 @@ async def test_a_read_only_bucket_is_still_read(
 async def test_refused_credentials_are_an_unavailable_tier_until_they_are_replaced(
     storage: ServiceProcess, server: S3Server, tmp_path: Path
 ) -> None:
-    async with clients_of(storage) as (rest, _):
-        await store(rest, "a")
-    start_empty(storage, tmp_path)
+    await leave_in_bucket(storage, tmp_path, "a")
     server.kill()
     server.secret_key = "another-secret-0123456789"
     server.start()
@@ -243,3 +245,46 @@ async def test_refused_credentials_are_an_unavailable_tier_until_they_are_replac
 
         await until(is_found)
     assert server.secret_key not in storage.output
+
+
+STATED_BYTES = 100_000_000_000
+
+
+def stating(status: int) -> Reply:
+    """An answer of that status which begins a body of `STATED_BYTES`; no chunk is there."""
+
+    def reply(method: str, path: str) -> Iterable[bytes]:
+        now = 404 if method == "HEAD" else status
+        yield f"HTTP/1.1 {now} Whatever\r\ncontent-length: {STATED_BYTES}\r\n\r\n".encode()
+        for _ in range(4):
+            yield b"<Error>" + b"x" * 4096
+
+    return reply
+
+
+@pytest.mark.parametrize("status", [200, 503])
+def test_a_length_that_the_bucket_states_costs_a_failed_call_and_no_process(
+    tmp_path: Path, status: int
+) -> None:
+    keys = tmp_path / "key"
+    keys.write_text("key-of-tests")
+    options = {"s3_bucket": "kv", "s3_access_key_file": keys, "s3_secret_key_file": keys}
+    limits = {"tier_timeout_s": 1, "s3_timeout_s": 2}
+    url, other = url_of("a"), url_of("b")
+    record = make_record("a", make_payload("a", 10_000))
+    with (
+        running_raw_server() as bucket,
+        running_storage(tmp_path, **options, **limits, s3_endpoint_url=bucket.url) as storage,
+        httpx.Client(base_url=storage.url, trust_env=False, timeout=60) as rest,
+    ):
+        bucket.reply = stating(status)
+        assert rest.get(other).status_code == 404
+        assert rest.put(url, content=record).status_code == 201
+        wait_until(lambda: rest.get("/v1/stats").json()["settled"])
+        assert rest.delete(url).status_code == 204
+        assert rest.get(other).status_code == 404
+        assert rest.get("/readyz").status_code == 200
+        assert rest.put(url, content=record).status_code in (201, 204)
+        assert rest.get(url).content == record
+        assert {method for method, _ in bucket.asked} >= {"PUT", "GET"}, "the bucket was asked"
+        assert storage.stop(signal.SIGTERM) == 0

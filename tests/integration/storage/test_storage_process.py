@@ -1,17 +1,24 @@
-"""cache_storage as a process: both doors, restarts, SIGKILL."""
+"""cache_storage as a process: all doors, restarts, SIGKILL."""
 
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lmcache_core.keys import CacheEngineKey, ChunkKey
+from lmcache_core.record import Miss, MissReason
+from lmcache_core.storage.codecs import create_codecs
+from lmcache_core.storage.encoded import EncodedBackend
+from lmcache_core.storage.remote import create_remote_backend
+from lmcache_core.wire.capabilities import Accepts
 
+from tests.fixtures.compat import compat_client
 from tests.fixtures.service_process import ServiceProcess
+from tests.fixtures.storage_app import TOKENS, write_tokens
 from tests.fixtures.storage_process import allocator, clients_of, running_storage, until_settled
+from tests.fixtures.wire import Arena
 from tests.suites.backend_suite import payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
@@ -68,16 +75,23 @@ async def test_a_restarted_storage_serves_its_disk(
         assert await lm.contains([make_key("a"), make_key("b")]) == [True, True]
 
 
-def test_a_second_process_on_the_same_disk_does_not_start(
-    storage: ServiceProcess, tmp_path: Path
-) -> None:
-    second = subprocess.run(
-        [sys.executable, "-m", "lmcache_storage"],
-        env=storage.environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert second.returncode != 0
-    assert "in use by another process" in second.stderr
+async def test_engines_never_load_values_of_lmcache_clients(tmp_path: Path) -> None:
+    """They are no chunks of ours."""
+    arena, options = Arena(), {"lmcache_compat_port": 0, "lmcache_compat_tenant": "acme"}
+    tokens = write_tokens(tmp_path / "tokens.yaml")
+    key = ChunkKey.of("acme", CacheEngineKey("lmcache-v0.3+", "", 1, 0, "k"))
+    with running_storage(tmp_path, auth_tokens_file=tokens, **options) as storage:
+        async with compat_client(storage.ports["lmcache_compat_port"]) as client:
+            await client.put("k", bytes(700_000))
+            assert await client.exists("k")
+        url = f"lm://127.0.0.1:{storage.ports['lm_port']}"
+        for lossy in (True, False):
+            accepts = Accepts(lossy)
+            remote = create_remote_backend(url, TOKENS["acme"], timeout_s=20, accepts=accepts)
+            engine_side = EncodedBackend(remote, create_codecs({}), accepts_lossy=lossy)
+            await engine_side.open()
+            [result] = await engine_side.batched_get([key], arena)
+            assert isinstance(result, Miss)
+            assert result.reason == MissReason.ENCODING or not lossy
+            await engine_side.close()
+    arena.check_empty()

@@ -123,6 +123,16 @@ class Here:
             assert await self.stack.batched_put([chunk]) == [True]
             chunk.release()
 
+    async def look(self, times: int = rebalancing.STEADY_LOOKS + 1) -> None:
+        """Look at the other servers; by default so often that chunks have moved home."""
+        for _ in range(times):
+            await self.rebalancer.look()
+
+    async def forget(self) -> None:
+        """Let what has moved be forgotten here."""
+        await asyncio.sleep(rebalancing.FORGET_AFTER_S)
+        await self.rebalancer.look()
+
     def counted(self, outcome: str) -> int:
         return self.counters.value(metrics.MOVED_CHUNKS_TOTAL, label=outcome)
 
@@ -158,7 +168,7 @@ async def test_a_drain_gives_each_chunk_to_its_home_the_hottest_first() -> None:
             assert chunk is not None
             chunk.release()
         await made.drain.run()
-        assert made.drain.progress == done(total=40, handed_over=40)
+        assert made.drain.progress == done(40, handed_over=40)
         assert made.drain.is_complete
         for key in KEYS:
             assert [name for name, store in made.others.items() if key in store.chunks] == [
@@ -186,9 +196,7 @@ async def test_chunk_held_elsewhere_is_not_sent_and_a_refused_one_goes_to_the_se
         )
         made.others["s-1"].chunks[there].release()
         await made.drain.run()
-        assert made.drain.progress == DrainProgress(
-            total=40, handed_over=39, already_elsewhere=1, state=DrainState.DONE
-        )
+        assert made.drain.progress == done(40, handed_over=39, already_elsewhere=1)
         for key in KEYS:
             first, second, _ = ranked(made.others, key.key.chunk_id())
             assert key in made.others[second if first == "s-2" else first].chunks
@@ -199,15 +207,11 @@ async def test_only_the_hotter_half_evicts_others() -> None:
         await made.put(KEYS)
         made.others["s-1"].room = False
         await made.drain.run()
-        assert made.drain.progress == DrainProgress(
-            total=40, handed_over=20, failed=20, state=DrainState.DONE
-        )
+        assert made.drain.progress == done(40, handed_over=20, failed=20)
         assert set(made.others["s-1"].chunks) == set(KEYS[20:])  # the last ones that were used
         made.others["s-1"].room = True
         await made.drain.run()  # it has left something, so that it tries again
-        assert made.drain.progress == DrainProgress(
-            total=40, handed_over=20, already_elsewhere=20, state=DrainState.DONE
-        )
+        assert made.drain.progress == done(40, handed_over=20, already_elsewhere=20)
 
 
 async def test_drain_ends_in_time_though_a_server_hangs() -> None:
@@ -236,16 +240,14 @@ async def test_chunks_move_home_when_servers_are_stable_and_are_dropped_later(te
         await made.rebalancer.look()
         assert set(made.others["s-1"].chunks) == {*strangers} - {pinned}
         assert made.hot.contains_many(keys) == [True] * 40, "readers may still ask here"
-        await asyncio.sleep(rebalancing.FORGET_AFTER_S)
-        await made.rebalancer.look()
+        await made.forget()
         assert set(held_keys(made.hot)) == {*keys} - {*strangers} | {pinned}
 
 
 async def test_chunk_pinned_while_its_home_is_asked_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     async with here("s-1") as made:
         await made.put(KEYS)
-        for _ in range(rebalancing.STEADY_LOOKS + 1):
-            await made.rebalancer.look()
+        await made.look()
         moved = sorted(made.others["s-1"].chunks, key=KEYS.index)
         contains = made.others["s-1"].contains
 
@@ -255,8 +257,7 @@ async def test_chunk_pinned_while_its_home_is_asked_stays(monkeypatch: pytest.Mo
             return await contains(keys)
 
         monkeypatch.setattr(made.others["s-1"], "contains", contains_later)
-        await asyncio.sleep(rebalancing.FORGET_AFTER_S)
-        await made.rebalancer.look()
+        await made.forget()
         assert moved[0] in made.pins
         assert set(held_keys(made.hot)) == set(KEYS) - set(moved[1:])
 
@@ -275,8 +276,7 @@ async def test_chunk_that_its_home_does_not_confirm_is_kept(tenant: str, why: st
     async with here("s-1") as made:
         keys = [ChunkKey.of(tenant, key.key) for key in KEYS]
         await made.put(KEYS, tenant)
-        for _ in range(rebalancing.STEADY_LOOKS + 1):
-            await made.rebalancer.look()
+        await made.look()
         moved = set(made.others["s-1"].chunks)
         assert moved
         if why == "says that it is gone":
@@ -285,8 +285,7 @@ async def test_chunk_that_its_home_does_not_confirm_is_kept(tenant: str, why: st
             made.servers["s-1"].authenticate = lambda token: CLIENT
         else:
             await made.servers["s-1"].close()
-        await asyncio.sleep(rebalancing.FORGET_AFTER_S)
-        await made.rebalancer.look()
+        await made.forget()
         assert set(held_keys(made.hot)) == set(keys)
 
 
@@ -294,8 +293,7 @@ async def test_chunk_without_room_at_home_stays() -> None:
     async with here("s-1") as made:
         await made.put(KEYS)
         made.others["s-1"].room = False
-        for _ in range(rebalancing.STEADY_LOOKS + 2):
-            await made.rebalancer.look()
+        await made.look(rebalancing.STEADY_LOOKS + 2)
         assert not made.others["s-1"].chunks
         assert made.hot.contains_many(KEYS) == [True] * 40
         assert not any(key in made.departures for key in KEYS)
@@ -303,14 +301,12 @@ async def test_chunk_without_room_at_home_stays() -> None:
 
 async def test_chunk_that_arrives_at_the_wrong_server_moves_on() -> None:
     async with here("s-1") as made:
-        for _ in range(rebalancing.STEADY_LOOKS + 1):
-            await made.rebalancer.look()
+        await made.look()
         stranger = next(key for key in KEYS if home(["s-0", "s-1"], key.key.chunk_id()) == "s-1")
         chunk = make_chunk(KEYS.index(stranger), allocate=made.stack.allocate)
         assert await made.store.take_over(chunk)
         chunk.release()
-        for _ in range(rebalancing.STEADY_LOOKS + 1):
-            await made.rebalancer.look()
+        await made.look()
         assert set(made.others["s-1"].chunks) == {stranger}
 
 
@@ -331,15 +327,8 @@ async def asked_by(made: Here) -> AsyncIterator[LmClient]:
 async def moved(made: Here) -> None:
     """Let what belongs to others go there."""
     await made.put(KEYS)
-    for _ in range(rebalancing.STEADY_LOOKS + 1):
-        await made.rebalancer.look()
+    await made.look()
     assert set(made.others["s-1"].chunks) == set(STRANGERS)
-
-
-async def forgotten(made: Here) -> None:
-    """Let what has moved be forgotten here."""
-    await asyncio.sleep(rebalancing.FORGET_AFTER_S)
-    await made.rebalancer.look()
 
 
 async def test_chunks_given_back_by_a_server_that_ends_stay() -> None:
@@ -352,7 +341,7 @@ async def test_chunks_given_back_by_a_server_that_ends_stay() -> None:
         assert await ending.holds("default", STRANGERS) == [True] * 3 + [False] * (
             len(STRANGERS) - 3
         )
-        await forgotten(made)
+        await made.forget()
         assert set(held_keys(made.hot)) == set(KEYS) - set(STRANGERS[3:])
 
 
@@ -360,8 +349,7 @@ async def test_a_chunk_leaves_before_its_new_home_can_know_of_it() -> None:
     async with here("s-1") as made, asked_by(made) as ending:
         await made.put(KEYS)
         made.others["s-1"].gate = asyncio.Event()
-        for _ in range(rebalancing.STEADY_LOOKS):
-            await made.rebalancer.look()
+        await made.look(rebalancing.STEADY_LOOKS)
         moving = asyncio.create_task(made.rebalancer.look())
 
         async def has_left() -> bool:
@@ -377,7 +365,7 @@ async def test_chunk_stored_here_again_stays() -> None:
     async with here("s-1") as made, asked_by(made) as client:
         await moved(made)
         assert await client.put([make_chunk(KEYS.index(STRANGERS[0]))]) == [True]
-        await forgotten(made)
+        await made.forget()
         assert set(held_keys(made.hot)) == set(KEYS) - set(STRANGERS[1:])
 
 

@@ -107,23 +107,29 @@ def test_passing_failure_is_retried_once(bucket: RawServer, client_of: ClientOf)
     assert paths == ["/kv/a"] * 2 + ["/kv/b"] + ["/kv/c"] * 2
 
 
-def test_error_shows_status_and_code_and_no_text(bucket: RawServer, client_of: ClientOf) -> None:
-    body = b"<Error><Code>AccessDenied</Code><Message>you signed SECRET</Message></Error>"
-    bucket.reply = lambda method, path: [
-        f"HTTP/1.1 403 X\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
-    ]
-    with pytest.raises(UnavailableError, match=r"^status 403 AccessDenied$"):
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (
+            b"HTTP/1.1 403 X\r\ncontent-length: 76\r\n\r\n"
+            b"<Error><Code>AccessDenied</Code><Message>you signed SECRET</Message></Error>",
+            r"^status 403 AccessDenied$",
+        ),
+        (
+            b"HTTP/1.1 301 X\r\nx-amz-bucket-region: eu-2\r\nlocation: http://127.0.0.1:1/\r\n"
+            b"content-length: 0\r\n\r\n",
+            "set s3_region to 'eu-2'",
+        ),
+    ],
+    ids=["code without text", "region"],
+)
+def test_refusal_says_what_can_be_done_and_is_not_followed(
+    bucket: RawServer, client_of: ClientOf, answer: bytes, error: str
+) -> None:
+    bucket.reply = lambda method, path: [answer]
+    with pytest.raises(UnavailableError, match=error):
         client_of(bucket.url).request("GET", "a")
-
-
-def test_region_of_the_bucket_is_named(bucket: RawServer, client_of: ClientOf) -> None:
-    bucket.reply = lambda method, path: [
-        b"HTTP/1.1 301 X\r\nx-amz-bucket-region: eu-2\r\nlocation: http://127.0.0.1:1/\r\n"
-        b"content-length: 0\r\n\r\n"
-    ]
-    with pytest.raises(UnavailableError, match="set s3_region to 'eu-2'"):
-        client_of(bucket.url).request("GET", "a")
-    assert len(bucket.asked) == 1, "no redirect is followed"
+    assert len(bucket.asked) == 1
 
 
 def test_proxy_variables_are_ignored(

@@ -1,5 +1,5 @@
 """Never slower than no cache: no retrieve waits longer than computing the KV would take, at the
-rate that the engine learns. Reads: `tests/unit/core/storage/test_stack_deadlines.py`.
+rate that the engine learns. Reads: `tests/unit/core/storage/test_stack.py`.
 """
 
 from __future__ import annotations

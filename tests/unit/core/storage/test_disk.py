@@ -1,19 +1,24 @@
-"""The disk tier: room, two writers of one chunk, damage, ownership, and the names of tenants."""
+"""The disk tier: room, two writers of one chunk, damage, ownership, the names of tenants; time to
+live and quotas, also over a restart.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 from lmcache_core.errors import ConfigError, UnavailableError
 from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.disk import DiskBackend, DiskFiles
-from lmcache_core.storage.disk.layout import charged_bytes, tenant_directory, tenant_of
+from lmcache_core.storage.disk.layout import BLOCK_BYTES, charged_bytes, tenant_directory, tenant_of
+from lmcache_core.storage.eviction import TenantQuotas, TierLimits
 
-from tests.fixtures.disk_tier import PATIENCE_S, TroubledFiles, file_of, get, opened, put
+from tests.fixtures.disk_tier import PATIENCE_S, TroubledFiles, file_of, get, num_records, put
 from tests.fixtures.waiting import until
 from tests.suites.backend_suite import Arena
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -36,11 +41,8 @@ def damage(path: Path) -> None:
 
 
 @pytest.fixture
-async def disk(tmp_path, removed):
-    backend = await opened(tmp_path, CAPACITY_BYTES, on_removed=removed.append)
-    yield backend
-    await backend.close()
-    backend.check_integrity()
+async def disk(opened, tmp_path, removed):
+    return await opened(tmp_path, CAPACITY_BYTES, on_removed=removed.append)
 
 
 async def test_least_recently_used_chunk_makes_room(disk, removed, tmp_path):
@@ -72,7 +74,7 @@ class HeldWrites(DiskFiles):
 @pytest.mark.parametrize("is_lossy", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("first", [0, 1])
 async def test_of_two_writes_of_a_chunk_the_better_or_the_first_to_end_is_served(
-    tmp_path, is_lossy, first
+    opened, tmp_path, is_lossy, first
 ):
     files = HeldWrites()
     disk = await opened(tmp_path, CAPACITY_BYTES, files)
@@ -87,11 +89,9 @@ async def test_of_two_writes_of_a_chunk_the_better_or_the_first_to_end_is_served
     is_replaced = is_lossy[first] and not is_lossy[1 - first]
     assert await get(disk, "a") == [make_payload(1 - first if is_replaced else first)]
     assert disk.stats()["used_bytes"] == taken_bytes(tmp_path) == CHARGE
-    disk.check_integrity()
-    await disk.close()
 
 
-async def test_overtaken_write_does_not_bring_back_a_removed_chunk(tmp_path):
+async def test_overtaken_write_does_not_bring_back_a_removed_chunk(opened, tmp_path):
     files = HeldWrites()
     disk = await opened(tmp_path, CAPACITY_BYTES, files)
     puts = [asyncio.create_task(disk.batched_put([make_chunk("a")])) for _ in range(2)]
@@ -104,7 +104,6 @@ async def test_overtaken_write_does_not_bring_back_a_removed_chunk(tmp_path):
     assert sorted(kept for put in puts for kept in put.result()) == [False, True]
     assert await get(disk, "a") == [MissReason.NEVER_STORED]
     assert disk.stats()["used_bytes"] == taken_bytes(tmp_path) == 0
-    await disk.close()
 
 
 async def test_damaged_file_is_set_aside_and_its_space_is_used_when_needed(disk, removed, tmp_path):
@@ -132,14 +131,14 @@ async def test_peek_reads_no_file_and_remembers_damaged_chunks(disk, tmp_path):
     assert not isinstance(disk.peek_many(keys)[0], Miss)
 
 
-async def test_unreadable_root_is_an_unavailable_tier_and_not_left_locked(tmp_path):
+async def test_unreadable_root_is_an_unavailable_tier_and_not_left_locked(opened, tmp_path):
     files = TroubledFiles({"list_directory": errno.EACCES})
     with pytest.raises(UnavailableError, match="Permission denied"):
         await opened(tmp_path, files=files)
     await (await opened(tmp_path)).close()
 
 
-async def test_other_users_have_no_access_to_the_directory(tmp_path):
+async def test_other_users_have_no_access_to_the_directory(opened, tmp_path):
     disk = await opened(tmp_path / "made")
     await put(disk, "a")
     await disk.close()
@@ -147,7 +146,7 @@ async def test_other_users_have_no_access_to_the_directory(tmp_path):
     assert all(path.stat().st_mode & 0o007 == 0 for path in tmp_path.rglob("*.kvr"))
 
 
-async def test_stalled_read_holds_its_memory_alone_and_blocks_no_lookup(tmp_path):
+async def test_stalled_read_holds_its_memory_alone_and_blocks_no_lookup(opened, tmp_path):
     files, arena = TroubledFiles(), Arena()
     disk = await opened(tmp_path, CAPACITY_BYTES, files, num_threads=2)
     await put(disk, *range(NUM_SLOTS))
@@ -188,7 +187,134 @@ def test_capacity_must_be_positive(tmp_path):
         DiskBackend(tmp_path, 0)
 
 
-async def test_chunk_above_the_capacity_is_refused_and_evicts_nothing(disk):
-    await put(disk, 0)
-    assert await disk.batched_put([make_chunk("large", payload=bytes(CAPACITY_BYTES))]) == [False]
-    assert await get(disk, 0) == [make_payload(0)]
+NUM_LIMITED = 16
+LIMITED_BYTES = NUM_LIMITED * BLOCK_BYTES
+TTL_S = 60.0
+QUOTA_SLOTS = 3
+QUOTAS = TenantQuotas(QUOTA_SLOTS * BLOCK_BYTES, {"default": LIMITED_BYTES})
+
+
+@pytest.fixture
+def open_disk(opened, tmp_path, clock, removed):
+    """Opens the same directory, with the limits above unless told otherwise."""
+    limits = TierLimits(TTL_S, QUOTAS)
+    return partial(
+        opened, tmp_path, LIMITED_BYTES, on_removed=removed.append, limits=limits, clock=clock
+    )
+
+
+@pytest.fixture
+async def limited(open_disk):
+    return await open_disk()
+
+
+def num_held(tier: DiskBackend, tenant: str) -> int:
+    return sum(key.tenant == tenant for key, _ in tier.held())
+
+
+async def test_chunk_is_served_for_its_time_then_its_file_goes(limited, clock, removed, tmp_path):
+    await put(limited, "a")
+    clock.now += TTL_S - 1
+    assert await get(limited, "a") == [make_payload("a")]
+    clock.now += 1
+    assert await limited.batched_contains([make_key("a")]) == [False]
+    assert not limited.held()
+    assert await get(limited, "a") == [MissReason.EXPIRED]
+    await until(lambda: not num_records(tmp_path) and removed == [make_key("a")])
+    assert await get(limited, "a", "never") == [MissReason.EXPIRED, MissReason.NEVER_STORED]
+    figures = limited.stats()
+    assert (figures["expired_chunks"], figures["evicted_chunks"], figures["used_bytes"]) == (
+        1,
+        0,
+        0,
+    )
+
+
+async def test_age_survives_a_restart(limited, open_disk, clock, tmp_path):
+    await put(limited, "old", "young")
+    os.utime(file_of(tmp_path, "old"), (clock.now - TTL_S + 5,) * 2)
+    os.utime(file_of(tmp_path, "young"), (clock.now,) * 2)
+    await limited.close()
+    again = await open_disk()
+    clock.now += 4
+    assert await get(again, "old", "young") == [make_payload("old"), make_payload("young")]
+    clock.now += 2
+    assert await get(again, "old", "young") == [MissReason.EXPIRED, make_payload("young")]
+    await until(lambda: num_records(tmp_path) == 1)
+
+
+async def test_expired_file_that_cannot_be_removed_stays_charged(open_disk, clock, files):
+    limited = await open_disk(files=files)
+    await put(limited, "a", "b")
+    clock.now += TTL_S
+    files.failing = {"unlink": errno.EROFS}
+    await put(limited, "c")
+    reasons = [MissReason.EXPIRED, MissReason.EXPIRED, make_payload("c")]
+    assert await get(limited, "a", "b", "c") == reasons
+    assert (limited.stats()["used_bytes"], limited.stats()["quarantined_files"]) == (
+        3 * BLOCK_BYTES,
+        2,
+    )
+
+
+async def test_tenant_over_its_quota_evicts_its_own_chunks(limited, removed, tmp_path):
+    await put(limited, *range(5), tenant="default")
+    await put(limited, *range(QUOTA_SLOTS), tenant="mine")
+    await put(limited, "one more", tenant="mine")
+    await until(lambda: removed == [make_key(0, "mine")])
+    assert num_held(limited, "mine") == QUOTA_SLOTS
+    assert num_records(tmp_path / "mine") == QUOTA_SLOTS
+    assert num_records(tmp_path / "default") == 5
+
+
+@pytest.mark.parametrize(("tenant", "num_slots"), [("default", NUM_LIMITED), ("mine", QUOTA_SLOTS)])
+async def test_capacity_and_quota_bound_files_being_written(open_disk, tmp_path, tenant, num_slots):
+    class Watched(DiskFiles):
+        """Counts the files after each write, while no name changes."""
+
+        peak = 0
+        names = threading.Lock()
+
+        def write(self, fd, buffers):
+            super().write(fd, buffers)
+            with self.names:
+                paths = [*tmp_path.rglob("*.kvr"), *tmp_path.rglob("*.tmp")]
+                self.peak = max(self.peak, sum(path.is_file() for path in paths))
+
+        def rename(self, source, target):
+            with self.names:
+                super().rename(source, target)
+
+        def unlink(self, path):
+            with self.names:
+                super().unlink(path)
+
+    files = Watched()
+    limited = await open_disk(files=files)
+    await asyncio.gather(*(limited.batched_put([make_chunk(i, tenant=tenant)]) for i in range(40)))
+    assert 1 < files.peak <= num_slots
+    assert limited.stats()["reserved_bytes"] == 0
+
+
+async def test_smaller_quota_after_a_restart_holds_at_once(limited, open_disk, tmp_path):
+    await put(limited, *range(5), tenant="default")
+    await put(limited, *range(QUOTA_SLOTS), tenant="mine")
+    await limited.close()
+    await open_disk(limits=TierLimits(None, TenantQuotas(None, {"mine": BLOCK_BYTES})))
+    assert num_records(tmp_path / "mine") == 1
+    assert num_records(tmp_path / "default") == 5
+
+
+async def test_chunk_above_the_quota_is_refused_and_evicts_nothing(limited, removed):
+    await put(limited, 0, tenant="mine")
+    large = make_chunk("large", tenant="mine", payload=bytes(QUOTA_SLOTS * BLOCK_BYTES))
+    assert await limited.batched_put([large]) == [False]
+    assert (limited.stats()["quota_refused_chunks"], removed) == (1, [])
+
+
+async def test_writes_remove_expired_chunks(limited, clock, tmp_path):
+    await put(limited, *range(5))
+    clock.now += TTL_S
+    await put(limited, "new")
+    assert num_records(tmp_path) == 1
+    assert limited.stats()["expired_chunks"] == 5

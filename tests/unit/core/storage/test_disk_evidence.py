@@ -19,7 +19,7 @@ from lmcache_core.storage.disk.index import FULL_S
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 from lmcache_core.storage.eviction import TierLimits
 
-from tests.fixtures.disk_tier import Clock, fill, get, look_again, num_records, opened, put
+from tests.fixtures.disk_tier import Clock, Opened, fill, get, look_again, num_records, put
 from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 NAMES = range(20)
@@ -64,7 +64,7 @@ def files() -> LyingFiles:
 @pytest.mark.parametrize("when", ["reading", "starting"])
 @pytest.mark.parametrize("lie", LIES)
 async def test_other_bytes_in_place_of_a_record_remove_no_file(
-    tmp_path: Path, files: LyingFiles, lie: str, when: str
+    opened: Opened, tmp_path: Path, files: LyingFiles, lie: str, when: str
 ) -> None:
     await fill(tmp_path, *NAMES)
     if when == "starting":
@@ -78,11 +78,11 @@ async def test_other_bytes_in_place_of_a_record_remove_no_file(
     files.lie = None
     await look_again(disk)
     assert await get(disk, *NAMES) == PAYLOADS
-    disk.check_integrity()
-    await disk.close()
 
 
-async def test_digest_that_fails_once_costs_one_miss(tmp_path: Path, files: LyingFiles) -> None:
+async def test_digest_that_fails_once_costs_one_miss(
+    opened: Opened, tmp_path: Path, files: LyingFiles
+) -> None:
     await fill(tmp_path, "a")
     disk = await opened(tmp_path, files=files)
 
@@ -95,7 +95,6 @@ async def test_digest_that_fails_once_costs_one_miss(tmp_path: Path, files: Lyin
     assert await get(disk, "a") == [MissReason.UNAVAILABLE]
     assert await get(disk, "a") == [make_payload("a")]
     assert disk.stats()["corrupt_chunks"] == 0
-    await disk.close()
 
 
 class TurningFiles(LyingFiles):
@@ -125,7 +124,7 @@ def out_of_descriptors() -> None:
 
 @pytest.mark.parametrize("turned", [out_of_descriptors, lambda: None], ids=["unread", "right"])
 async def test_file_that_reads_differently_at_the_second_look_is_not_forgotten(
-    tmp_path: Path, turned: Callable[[], None]
+    opened: Opened, tmp_path: Path, turned: Callable[[], None]
 ) -> None:
     await fill(tmp_path, *NAMES)
     files = TurningFiles(turned)
@@ -140,7 +139,6 @@ async def test_file_that_reads_differently_at_the_second_look_is_not_forgotten(
     await look_again(disk)
     assert await get(disk, *NAMES) == PAYLOADS
     assert disk.stats()["used_bytes"] == used_bytes
-    await disk.close()
 
 
 class SmallVolume(DiskFiles):
@@ -209,7 +207,7 @@ async def held(disk: DiskBackend, *names: object) -> list[object]:
     ids=["full", "quota", "inodes"],
 )
 async def test_volume_smaller_than_the_capacity_holds_the_newest_chunks(
-    tmp_path: Path, num_bytes: int, num_files: int, code: int
+    opened: Opened, tmp_path: Path, num_bytes: int, num_files: int, code: int
 ) -> None:
     volume, clock = SmallVolume(tmp_path, num_bytes, num_files), Clock()
     volume.code = code
@@ -224,7 +222,9 @@ async def test_volume_smaller_than_the_capacity_holds_the_newest_chunks(
         await disk.close()
 
 
-async def test_volume_that_has_room_again_is_used_up_to_the_capacity(tmp_path: Path) -> None:
+async def test_volume_that_has_room_again_is_used_up_to_the_capacity(
+    opened: Opened, tmp_path: Path
+) -> None:
     volume, clock = SmallVolume(tmp_path, 40 * BLOCK_BYTES), Clock()
     volume.others_bytes = 30 * BLOCK_BYTES
     disk = await opened(tmp_path, 40 * BLOCK_BYTES, files=volume, monotonic=clock)
@@ -236,10 +236,11 @@ async def test_volume_that_has_room_again_is_used_up_to_the_capacity(tmp_path: P
     later = [f"later-{i}" for i in range(30)]
     assert await store(disk, clock, *later) == 30
     assert await held(disk, *later) == later
-    await disk.close()
 
 
-async def test_volume_that_is_always_full_costs_a_few_chunks_at_most(tmp_path: Path) -> None:
+async def test_volume_that_is_always_full_costs_a_few_chunks_at_most(
+    opened: Opened, tmp_path: Path
+) -> None:
     volume, clock = SmallVolume(tmp_path, 1 << 30), Clock()
     disk = await opened(tmp_path, 1 << 30, files=volume, monotonic=clock)
     await store(disk, clock, *NAMES)
@@ -251,14 +252,15 @@ async def test_volume_that_is_always_full_costs_a_few_chunks_at_most(tmp_path: P
     volume.is_lying = False
     clock.now += MAX_PAUSE_S
     assert await store(disk, clock, "after") == 1
-    await disk.close()
 
 
 def content(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*")}
 
 
-async def test_nothing_is_written_or_removed_below_a_volume_that_is_gone(tmp_path: Path) -> None:
+async def test_nothing_is_written_or_removed_below_a_volume_that_is_gone(
+    opened: Opened, tmp_path: Path
+) -> None:
     root, away = tmp_path / "disk", tmp_path / "unmounted"
     clock, age = Clock(), Clock()
     limits = TierLimits(ttl_s=TTL_S)
@@ -282,10 +284,9 @@ async def test_nothing_is_written_or_removed_below_a_volume_that_is_gone(tmp_pat
     clock.now += MAX_PAUSE_S
     await put(disk, "b")
     assert await disk.batched_remove([make_key("a"), make_key("b")]) == 2
-    await disk.close()
 
 
-async def test_deleted_lock_is_taken_again_before_a_write(tmp_path: Path) -> None:
+async def test_deleted_lock_is_taken_again_before_a_write(opened: Opened, tmp_path: Path) -> None:
     disk = await opened(tmp_path)
     (tmp_path / ".lock").unlink()
     await put(disk, "a")
@@ -296,6 +297,7 @@ async def test_deleted_lock_is_taken_again_before_a_write(tmp_path: Path) -> Non
 
 
 async def test_process_that_lost_the_lock_to_another_writes_and_removes_nothing(
+    opened: Opened,
     tmp_path: Path,
 ) -> None:
     disk = await opened(tmp_path)
@@ -310,12 +312,11 @@ async def test_process_that_lost_the_lock_to_another_writes_and_removes_nothing(
     assert content(tmp_path) == before
     await other.close()
     assert await disk.batched_remove([make_key("a")]) == 1, "it is free again"
-    await disk.close()
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=["read_only", "denied"])
 async def test_directory_that_may_not_be_written_is_reported_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def refusing(path: Path, flags: int, *more: int) -> int:
         if flags & os.O_CREAT:
@@ -332,7 +333,7 @@ async def test_directory_that_may_not_be_written_is_reported_as_such(
 
 
 async def test_file_that_was_read_as_no_record_makes_room_first_and_is_replaced(
-    tmp_path: Path, files: LyingFiles
+    opened: Opened, tmp_path: Path, files: LyingFiles
 ) -> None:
     await fill(tmp_path, *range(4))
     disk = await opened(tmp_path, 4 * BLOCK_BYTES, files=files)
@@ -343,5 +344,3 @@ async def test_file_that_was_read_as_no_record_makes_room_first_and_is_replaced(
     assert await get(disk, 0, 1, 3) == [make_payload(name) for name in (0, 1, 3)]
     await put(disk, "new")
     assert await get(disk, 0, 1, 3, "new") == [make_payload(name) for name in (0, 1, 3, "new")]
-    disk.check_integrity()
-    await disk.close()

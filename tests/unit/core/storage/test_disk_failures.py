@@ -1,28 +1,33 @@
-"""A disk that is full, read-only or broken costs hits and nothing else, and is found healed."""
+"""A disk that is full, read-only or broken costs hits and nothing else, and is found healed. With
+`disk_fsync` a record counts as stored only when it and its name are on the device.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import resource
+import threading
+from pathlib import Path
 
 import pytest
 from lmcache_core.record import MissReason
+from lmcache_core.storage.disk import DiskFiles
 from lmcache_core.storage.disk.backoff import MAX_PAUSE_S, MIN_PAUSE_S, SETTLED_S, WriteBackoff
 from lmcache_core.storage.disk.layout import BLOCK_BYTES
 
-from tests.fixtures.disk_tier import Clock, file_of, get, opened
+from tests.fixtures.disk_tier import PATIENCE_S, Clock, Opened, file_of, fill, get, put
 from tests.suites.chunks import make_chunk, make_key, make_payload
 
 NUM_SLOTS = 3
 
 
 @pytest.fixture
-async def disk(tmp_path, files, clock):
+async def disk(opened, tmp_path, files, clock):
     backend = await opened(tmp_path, NUM_SLOTS * BLOCK_BYTES, files, fsync=True, monotonic=clock)
     yield backend
     files.failing.clear()
     await backend.close()
-    backend.check_integrity()
     num_files = sum(1 for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock")
     assert num_files * BLOCK_BYTES == backend.stats()["used_bytes"]
 
@@ -89,7 +94,7 @@ async def test_read_error_drops_a_chunk_only_if_it_is_no_file(disk, files, code,
     assert await disk.batched_contains([make_key("a")]) == [code == errno.EIO]
 
 
-async def test_removed_chunk_whose_file_stayed_can_be_stored_again(disk, files, clock):
+async def test_removed_chunk_whose_file_stayed_can_be_stored_again(disk, files):
     assert await disk.batched_put([make_chunk("a")]) == [True]
     files.failing = {"unlink": errno.EIO}
     assert await disk.batched_remove([make_key("a")]) == 1
@@ -131,14 +136,96 @@ def test_pauses_double_up_to_a_bound_and_late_failures_do_not_count():
     assert backoff.allows()
 
 
-@pytest.mark.parametrize("how", ["remove", "clear tenant"])
-async def test_file_that_stayed_goes_when_its_chunk_is_removed_again(disk, files, tmp_path, how):
-    assert await disk.batched_put([make_chunk("a")]) == [True]
-    files.failing = {"unlink": errno.EIO}
-    assert await disk.batched_remove([make_key("a")]) == 1
-    files.failing.clear()
-    if how == "remove":
-        assert await disk.batched_remove([make_key("a")]) == 1
-    else:
-        assert await disk.clear("default") == 1
-    assert list(tmp_path.rglob("*.kvr")) == []
+class RecordedSyncs(DiskFiles):
+    """Records renames and what was synced; `failing` directories are not."""
+
+    def __init__(self) -> None:
+        self.calls: list[str | Path] = []
+        self.failing: set[Path] = set()
+
+    def sync(self, fd: int) -> None:
+        self.calls.append("sync")
+        super().sync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        self.calls.append("rename")
+
+    def sync_directory(self, path: Path) -> None:
+        if path in self.failing:
+            raise OSError(errno.EIO, "injected")
+        self.calls.append(path)
+        super().sync_directory(path)
+
+
+async def test_record_is_synced_before_its_name_and_the_name_after_it(
+    opened: Opened, tmp_path: Path
+) -> None:
+    files, root = RecordedSyncs(), tmp_path / "new" / "root"
+    disk = await opened(root, files=files, fsync=True)
+    await put(disk, "a")
+    shard = file_of(root, "a").parent
+    assert files.calls[:3] == ["sync", "rename", shard]
+    above = [*shard.parents[:3], tmp_path]
+    assert files.calls[3 : 3 + len(above)] == above, "the names of new directories count too"
+    files.calls.clear()
+    await disk.batched_remove([make_key("a")])
+    await put(disk, "a")
+    assert files.calls == ["sync", "rename", shard]
+
+
+async def test_name_that_could_not_be_synced_is_synced_by_the_next_write(
+    opened: Opened, clock: Clock, tmp_path: Path
+) -> None:
+    files = RecordedSyncs()
+    disk = await opened(tmp_path, files=files, fsync=True, monotonic=clock)
+    tenant = file_of(tmp_path, "a").parent.parent
+    files.failing = {tenant}
+    await put(disk, "a", is_kept=False)
+    files.failing = set()
+    files.calls.clear()
+    await disk.batched_remove([make_key("a")])
+    clock.now += MIN_PAUSE_S
+    await put(disk, "a")
+    assert tenant in files.calls
+
+
+async def test_record_of_an_earlier_process_is_synced_when_it_is_stored_again(
+    opened: Opened, tmp_path: Path
+) -> None:
+    shard = (await fill(tmp_path, "a"))["a"].parent
+    files = RecordedSyncs()
+    disk = await opened(tmp_path, files=files, fsync=True)
+    await put(disk, "a")
+    assert files.calls[:2] == ["sync", shard]
+    files.calls.clear()
+    files.failing = {shard}
+    await put(disk, "a")
+    assert files.calls == []
+
+
+async def test_store_of_a_record_whose_name_is_not_synced_yet_syncs_it_itself(
+    opened: Opened, tmp_path: Path
+) -> None:
+    class FirstSyncHangs(RecordedSyncs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hangs, self.may_continue = threading.Event(), threading.Event()
+
+        def sync_directory(self, path: Path) -> None:
+            if path == shard and not self.hangs.is_set():
+                self.hangs.set()
+                assert self.may_continue.wait(PATIENCE_S)
+            super().sync_directory(path)
+
+    files, shard = FirstSyncHangs(), file_of(tmp_path, "a").parent
+    disk = await opened(tmp_path, files=files, fsync=True)
+    first = asyncio.create_task(put(disk, "a"))
+    assert await asyncio.to_thread(files.hangs.wait, PATIENCE_S)
+    await put(disk, "a")
+    assert shard in files.calls, "reported as stored before its name was on the device"
+    files.may_continue.set()
+    await first
+    files.calls.clear()
+    await put(disk, "a")
+    assert not files.calls, "a synced name costs nothing more"

@@ -7,6 +7,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,34 +111,23 @@ async def test_damaged_file_is_removed_once_it_cannot_be_still_growing(tier, tmp
     assert await get(tier, "a") == [MissReason.NEVER_STORED]
 
 
-def other_record(path: Path) -> None:
-    path.write_bytes(make_record("other"))
+NO_RECORDS: dict[str, Callable[[bytes], bytes]] = {
+    "another record": lambda data: make_record("other"),
+    "zeros": lambda data: bytes(len(data)),
+    "cut": lambda data: data[:-1],
+    "empty": lambda data: b"",
+}
 
 
-def zeros(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize(
-    "change", [other_record, zeros, cut, empty], ids=lambda change: change.__name__
-)
+@pytest.mark.parametrize("change", NO_RECORDS)
 async def test_file_that_is_no_record_stays_counts_as_absent_and_is_replaced(
     tier, tmp_path, change
 ):
     """Another host or a server may be the reason; only its own digest proves damage."""
     await tier.batched_put([make_chunk("a")])
     path = record_of(tmp_path)
-    change(path)
+    path.write_bytes(changed := NO_RECORDS[change](path.read_bytes()))
     make_old(path)
-    changed = path.read_bytes()
     [reason] = await get(tier, "a")
     assert reason in (MissReason.CORRUPT, MissReason.IDENTITY)
     assert path.read_bytes() == changed

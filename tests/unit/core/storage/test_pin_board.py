@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,8 +33,10 @@ async def stack(tmp_path: Path) -> AsyncIterator[TierStack]:
 
 
 @pytest.fixture
-def board(stack: TierStack, clock: Clock) -> PinBoard:
-    return PinBoard(stack, NUM_SLOTS * SLOT_BYTES, 5.0, clock)
+def board(stack: TierStack, clock: Clock) -> Iterator[PinBoard]:
+    made = PinBoard(stack, NUM_SLOTS * SLOT_BYTES, 5.0, clock)
+    yield made
+    made.close()
 
 
 async def put(stack: TierStack, *names: object) -> None:
@@ -73,7 +75,6 @@ async def test_pinned_chunk_is_promoted_from_the_disk(stack: TierStack, board: P
     await board.expire()
     assert len(board) == 1
     assert stack.hot.contains_many([make_key("a")]) == [True]
-    board.close()
 
 
 async def test_pins_hold_half_of_the_memory_at_most(stack: TierStack, board: PinBoard) -> None:
@@ -84,7 +85,6 @@ async def test_pins_hold_half_of_the_memory_at_most(stack: TierStack, board: Pin
     assert await board.pin([make_key(NUM_SLOTS - 1)], 10) == {make_key(NUM_SLOTS - 1): PIN_BOUND}
     board.unpin([make_key(0)])
     assert await board.pin([make_key(NUM_SLOTS - 1)], 10) == {}
-    board.close()
 
 
 async def test_pinning_again_extends_the_time_and_costs_nothing(
@@ -116,7 +116,6 @@ async def test_pin_does_not_outlive_the_clearing_of_its_chunk(
     assert await board.pin([make_key("a")], 10) == {}
     await board.expire()
     assert (len(board), board.num_bytes) == (1, SLOT_BYTES)
-    board.close()
 
 
 async def test_pin_follows_the_chunk_that_replaces_a_lossy_one(
@@ -132,7 +131,6 @@ async def test_pin_follows_the_chunk_that_replaces_a_lossy_one(
     await put(stack, *range(2 * NUM_SLOTS))
     assert stack.hot.contains_many([lossy.key]) == [True]
     assert (len(board), board.num_bytes) == (1, SLOT_BYTES)
-    board.close()
 
 
 async def test_pins_are_bounded_in_number(
@@ -141,4 +139,3 @@ async def test_pins_are_bounded_in_number(
     monkeypatch.setattr(module, "MAX_PINNED_CHUNKS", 2)
     await put(stack, *range(3))
     assert await board.pin([make_key(name) for name in range(3)], 10) == {make_key(2): PIN_BOUND}
-    board.close()

@@ -86,18 +86,6 @@ async def test_invalid_answer_to_a_get_makes_redis_unavailable_and_leaks_nothing
     arena.check_empty()
 
 
-async def test_value_without_room_is_skipped_and_affects_no_other():
-    large = make_record(0, make_payload(0, 100_000))
-    arena = Arena(1 << 14)
-    async with ScriptedRedis([large, make_record(1)]) as server:
-        first, second = await RedisBackend(server.client, 5.0).batched_get(
-            [make_key(0), make_key(1)], arena
-        )
-    assert first == Miss(MissReason.NO_MEMORY)
-    assert isinstance(second, Chunk)
-    second.release()
-
-
 async def never() -> None:
     await asyncio.Event().wait()
 

@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ import redis.exceptions
 from lmcache_core.errors import (
     AuthenticationError,
     ConfigError,
-    LMCacheError,
     ProtocolError,
     UnavailableError,
     VersionError,
@@ -66,7 +66,13 @@ def test_directory_may_have_a_name_that_is_not_utf8() -> None:
     "url",
     [
         *("", "localhost:65432", "ftp://localhost", "lm://", "lm://localhost:99999"),
-        *("lm://localhost?x=1", "lm://a,,b", "lm://a,b/path", "lm://user:secret@a,b"),
+        *(
+            "lm://localhost?x=1",
+            "lm://a,,b",
+            "lm://a,b/path",
+            "lm://user:secret@a,b",
+            "lm://a:70000,b",
+        ),
         *("redis://localhost:port", "redis://localhost?ttl_s=soon", "redis://localhost?ttl_s=-1"),
         *("redis://localhost/1/2", "rediss://user:secret@localhost/1x"),
         *("redis-sentinel://one:port/service", "redis-sentinel://,/service", "file:///mnt/k%00v"),
@@ -96,71 +102,68 @@ CALLS: dict[str, Callable[[StorageBackend, Arena], Coroutine[Any, Any, object]]]
 }
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        redis.exceptions.ConnectionError("lost"),
-        redis.exceptions.ResponseError("refused"),
-        OSError("no route"),
-        TimeoutError("late"),
-    ],
-)
-async def test_error_of_the_redis_client_is_an_unavailable_tier(error: Exception) -> None:
-    class Client:
-        """All its connections fail."""
+class FailingRedis:
+    """All its connections fail."""
 
-        @property
-        def connection_pool(self) -> Client:
-            return self
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        self.connection_pool = self
 
-        async def get_connection(self) -> None:
-            raise error
+    async def get_connection(self) -> None:
+        raise self._error
 
-        def pipeline(self, transaction: bool) -> Client:
-            return self
+    def pipeline(self, transaction: bool) -> FailingRedis:
+        return self
 
-        def execute_command(self, *command: object) -> None: ...
+    def execute_command(self, *command: object) -> None: ...
 
-        async def execute(self) -> list[object]:
-            raise error
+    async def execute(self) -> list[object]:
+        raise self._error
 
-        async def scan(self, *args: object, **options: object) -> None:
-            raise error
+    async def scan(self, *args: object, **options: object) -> None:
+        raise self._error
 
-    backend = RedisBackend(Client(), 1.0)  # type: ignore[arg-type]
+
+class FailingLm:
+    """All its calls fail."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, object]]:
+        async def fail(*args: object, **options: object) -> object:
+            raise self._error
+
+        return fail
+
+
+REDIS_ERRORS = [
+    redis.exceptions.ConnectionError("lost"),
+    redis.exceptions.ResponseError("refused"),
+    OSError("no route"),
+    TimeoutError("late"),
+]
+LM_ERRORS = [
+    AuthenticationError("no"),
+    ProtocolError("what"),
+    VersionError("old"),
+    UnavailableError("gone"),
+]
+UNAVAILABLE: list[Callable[[], StorageBackend]] = [
+    *(partial(RedisBackend, FailingRedis(error), 1.0) for error in REDIS_ERRORS),  # type: ignore[arg-type]
+    *(partial(LmBackend, FailingLm(error)) for error in LM_ERRORS),  # type: ignore[arg-type]
+    *(partial(create_remote_backend, f"lm://{host}:1") for host in ("a..b", "x" * 64)),
+]
+
+
+@pytest.mark.parametrize("make", UNAVAILABLE)
+async def test_error_of_a_client_and_invalid_host_name_are_an_unavailable_tier(
+    make: Callable[[], StorageBackend],
+) -> None:
+    backend = make()
     for call in CALLS.values():
         with pytest.raises(UnavailableError):
             await call(backend, Arena())
-    with pytest.raises(UnavailableError):
-        await backend.clear()
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        AuthenticationError("no"),
-        ProtocolError("what"),
-        VersionError("old"),
-        UnavailableError("gone"),
-    ],
-)
-async def test_error_of_the_lm_client_is_an_unavailable_tier(error: LMCacheError) -> None:
-    class Client:
-        def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, object]]:
-            async def fail(*args: object, **options: object) -> object:
-                raise error
-
-            return fail
-
-    for call in CALLS.values():
+    if isinstance(backend, RedisBackend):
         with pytest.raises(UnavailableError):
-            await call(LmBackend(Client()), Arena())  # type: ignore[arg-type]
-
-
-async def test_invalid_host_name_is_an_unavailable_tier() -> None:
-    for host in ("a..b", "x" * 64):
-        backend = create_remote_backend(f"lm://{host}:1")
-        for call in CALLS.values():
-            with pytest.raises(UnavailableError):
-                await call(backend, Arena())
-        await backend.close()
+            await backend.clear()

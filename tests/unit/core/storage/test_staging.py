@@ -134,17 +134,6 @@ async def test_unused_ticket_expires_and_a_polled_one_does_not(when: str) -> Non
         assert w.stage("unused") == Staged(True, ())
 
 
-async def test_while_draining_hot_chunks_are_staged_and_none_is_lifted() -> None:
-    shelf = Shelf()
-    chain = chain_of(range(2))
-    shelf.held.update(names_of(keys_of_rank(chain, 0)))
-    async with world(shelf) as w:
-        w.make_hot(names_of(keys_of_rank(chain, 0))[:1])
-        w.staging.may_lift = False
-        assert w.stage("t", chain) == Staged(True, (b"\1\0",))
-        assert not shelf.num_read
-
-
 class Gated(Shelf):
     """Its reads report that they have begun, and wait."""
 

@@ -1,4 +1,6 @@
-"""Answers release their chunks whether or not the client reads them."""
+"""Records in bodies: read from pieces of any size; answers release their chunks whether or not the
+client reads them.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,17 @@ from typing import Any
 import pytest
 from fastapi import Response
 from lmcache_core.memory import ArenaAllocator
+from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage import LocalCPUBackend
 from lmcache_core.storage.eviction import create_policy
 from lmcache_core.storage.served import LocalStore
 from lmcache_core.storage.stack import TierStack
 from lmcache_core.wire.served import ServerLimits
 from lmcache_storage.chunks import SLICE_BYTES, RecordResponse, RecordsResponse
+from lmcache_storage.record_stream import RecordStream
 
-from tests.suites.chunks import make_chunk, make_key, make_payload
+from tests.fixtures.wire import Arena
+from tests.suites.chunks import make_chunk, make_key, make_payload, make_record
 
 pytestmark = pytest.mark.virtual_time
 
@@ -146,3 +151,76 @@ async def test_answer_in_one_step_has_its_length(
     record_bytes = make_chunk(0, payload=make_payload(0, PAYLOAD_BYTES)).num_bytes
     assert lengths == ([] if num_found is None else [str(len(client.body)).encode()])
     assert len(client.body) == record_bytes * (len(names) if num_found is None else num_found)
+
+
+async def pieces(data: bytes, size: int) -> AsyncIterator[bytes]:
+    for at in range(0, len(data), size):
+        yield data[at : at + size]
+        yield b""
+
+
+async def payloads(data: bytes, size: int, arena: Arena) -> tuple[list[bytes | MissReason], bool]:
+    stream = RecordStream(pieces(data, size))
+    got: list[bytes | MissReason] = []
+    while (head := await stream.next_head()) is not None:
+        key = next(key for key in map(make_key, range(5)) if key.key.canonical() == head.header.key)
+        result = await stream.chunk(key, arena)
+        if isinstance(result, Chunk):
+            assert result.key == key
+            got.append(bytes(result.memory.byte_array))
+            result.release()
+        else:
+            got.append(result.reason)
+    arena.check_empty()
+    return got, stream.is_damaged
+
+
+@pytest.mark.parametrize("size", [1, 1000, 1 << 20])
+async def test_all_of_them_are_read(size: int) -> None:
+    data = b"".join(make_record(i) for i in range(3))
+    assert await payloads(data, size, Arena()) == ([make_payload(i) for i in range(3)], False)
+
+
+def flipped(record: bytes, at: int) -> bytes:
+    return record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]
+
+
+FIRST, SECOND, THIRD = make_record(0), make_record(1), make_record(2)
+LARGE = make_record(0, make_payload(0, 100_000))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected", "is_damaged"),
+    [
+        pytest.param(b"", [], False, id="nothing"),
+        pytest.param(
+            flipped(FIRST, len(FIRST) - 1) + SECOND,
+            [MissReason.CORRUPT, make_payload(1)],
+            False,
+            id="a damaged payload is one miss",
+        ),
+        *(
+            pytest.param(
+                FIRST + flipped(SECOND, at) + THIRD,
+                [make_payload(0)],
+                True,
+                id=f"after a damaged head nothing is known: byte {at}",
+            )
+            for at in (0, 8, 511)
+        ),
+        *(
+            pytest.param(
+                FIRST + SECOND[:length], [make_payload(0)], True, id=f"end in a head: {length}"
+            )
+            for length in (1, 24, 500)
+        ),
+        pytest.param(FIRST[:-1], [MissReason.CORRUPT], True, id="end in a payload"),
+        pytest.param(
+            LARGE + SECOND, [MissReason.NO_MEMORY, make_payload(1)], False, id="without memory"
+        ),
+    ],
+)
+async def test_readable_records_are_read(
+    data: bytes, expected: list[bytes | MissReason], is_damaged: bool
+) -> None:
+    assert await payloads(data, 600, Arena(8192)) == (expected, is_damaged)
