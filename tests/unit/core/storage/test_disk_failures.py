@@ -105,6 +105,13 @@ async def test_removed_chunk_whose_file_stayed_can_be_stored_again(disk, files):
     assert await get(disk, "a") == [make_payload("a")], "its file is not taken for the old one"
 
 
+async def test_clearing_counts_a_chunk_whose_file_stayed_once(disk, files):
+    assert await disk.batched_put([make_chunk(i) for i in range(3)]) == [True] * 3
+    files.failing = {"unlink": errno.EIO}
+    assert await disk.clear() == 3
+    assert await disk.clear() == 3, "the files are still there"
+
+
 async def test_real_limit_on_file_sizes_is_a_refused_write(disk, clock):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))

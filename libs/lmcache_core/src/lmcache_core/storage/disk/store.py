@@ -392,14 +392,15 @@ class DiskStore:
             for write in self._writing:
                 if tenant in (None, write.key.tenant):
                     write.outcome = False
-        num_removed = self.remove(self._index.keys(tenant))
-        with self._names_lock:
-            for path in [
+            unserved = [
                 *self._room.unread,
                 *self._room.damaged,
                 *self._room.doubtful,
                 *self._room.later,
-            ]:
+            ]
+        num_removed = self.remove(self._index.keys(tenant))
+        with self._names_lock:
+            for path in unserved:
                 parts = path.relative_to(self._layout.root).parts
                 if len(parts) == FILE_DEPTH and tenant in (None, tenant_of(parts[0])):
                     self._room.unlink(path, self._room.forget(path) or 0)
