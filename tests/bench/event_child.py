@@ -58,7 +58,7 @@ class EventChild(Child):
             if self._tells:
                 named(events, *args)
 
-        KVEvents.named = counted  # type: ignore[method-assign]
+        KVEvents.named = counted  # type: ignore[method-assign, assignment]
 
     def steps(
         self, name: str, seed: int, tells: bool, num_requests: int, num_tokens: int, num_new: int
