@@ -386,6 +386,7 @@ def _config(world: World, **options: Any) -> Any:
 
 @pytest.mark.smoke
 def test_an_engine_s_identity(world: World) -> None:
+    # No public door: of what is stored under an identity nothing shows which it was.
     from lmcache_core.integrations.vllm.tier import _identity
 
     kv = SimpleNamespace(kv_cache_groups=[], kv_cache_layout="LBHNC")
