@@ -8,6 +8,7 @@ repaired. Models have random weights: neither time nor operations depend on thes
 from __future__ import annotations
 
 import gc
+import platform
 import statistics
 import tempfile
 import time
@@ -37,7 +38,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.bench.engines import running_engine
 from tests.bench.measure import OtherLoad, Run, median_ratio
-from tests.bench.report import Section
+from tests.bench.report import ON_CORES, Findings, Section
 
 NUM_THREADS = 2
 NUM_ROUNDS = 3
@@ -104,11 +105,9 @@ LARGE = Shape(  # layers, widths and vocabulary of Qwen2.5-0.5B
 )
 
 
-def measure(run: Run) -> tuple[Section, str]:
-    """Measure everything; takes about eight minutes on two cores, with `NUM_THREADS` torch threads.
-
-    Returns:
-        The table, and a sentence about how, and what else the machine did.
+def measure(run: Run) -> Findings:
+    """Measure everything; takes about eight minutes on two cores, with `NUM_THREADS` torch
+    threads.
     """
     rows: list[tuple[str, ...]] = []
     with _threads(NUM_THREADS), OtherLoad() as others:
@@ -132,7 +131,8 @@ def measure(run: Run) -> tuple[Section, str]:
     remark = (
         f"bfloat16, {NUM_THREADS} torch threads, medians of {NUM_ROUNDS} rounds. {others.remark}"
     )
-    return Section(title, headings, rows), remark
+    machine = f"Machine: {platform.machine()}, {ON_CORES}"
+    return Findings([Section(title, headings, rows)], [remark], machine)
 
 
 @dataclass(frozen=True)

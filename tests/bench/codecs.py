@@ -24,7 +24,7 @@ from tests.bench import documented_codec
 from tests.bench.chunk_codec import opened, raw_bytes, synthetic_kv
 from tests.bench.measure import GB, OtherLoad, Run, in_turn
 from tests.bench.plot import Axis, Chart
-from tests.bench.report import Section
+from tests.bench.report import WITH_ROUNDS, Findings, Section
 from tests.training.corpus import Document, collect_corpus
 from tests.training.evaluate import MEASURED_KINDS
 
@@ -58,11 +58,9 @@ many bits it took, all counted.
 """
 
 
-def measure(run: Run) -> tuple[list[Section], list[str], str]:
-    """Measure everything with one torch thread; takes some minutes.
-
-    Returns:
-        The tables; remarks: why a yardstick is missing, and other load; and the plot.
+def measure(run: Run) -> Findings:
+    """Measure everything with one torch thread; takes some minutes. It remarks why a yardstick is
+    missing.
     """
     kv = synthetic_kv()
     with ExitStack() as stack:
@@ -78,10 +76,12 @@ def measure(run: Run) -> tuple[list[Section], list[str], str]:
     drawn = best + [one for one in speeds if one.name.startswith("torchac")][-1:]
     title = f"Loading KV over a link, encoded and raw; {max(THREADS)} threads (torchac: one)"
     remark = others.remark.replace("this was measured", "speeds were taken")
-    return (
+    svg = break_even_plot(drawn, title)
+    return Findings(
         [quality, _size_table(sizes, schemes), _speed_table(speeds), break_even_table(best)],
         [*absent, remark],
-        break_even_plot(drawn, title),
+        WITH_ROUNDS,
+        ("codec-break-even.svg", "Gain over raw bytes by bandwidth of the link", svg),
     )
 
 

@@ -47,6 +47,19 @@ class Everything:
 class EventChild(Child):
     """A child that times its scheduler's steps, and the thread that tells routers."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._tells = True
+        self._num_named = 0
+        named = KVEvents.named
+
+        def counted(events: KVEvents, *args: Any) -> None:
+            self._num_named += 1
+            if self._tells:
+                named(events, *args)
+
+        KVEvents.named = counted  # type: ignore[method-assign, assignment]
+
     def steps(
         self, name: str, seed: int, tells: bool, num_requests: int, num_tokens: int, num_new: int
     ) -> list[float]:
@@ -84,21 +97,11 @@ class EventChild(Child):
             temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False
         )
         scheduler.schedule, scheduler.update_from_output = timed_schedule, timed_update
-        namer = engine.connector._scheduler._namer
-        on_named = namer.on_named
-        num_named = 0
-
-        def named(*args: Any) -> None:
-            nonlocal num_named
-            num_named += 1
-            if tells:
-                on_named(*args)
-
-        namer.on_named = named
+        self._tells, self._num_named = tells, 0
         engine.llm.generate(prompts, sampling, use_tqdm=False)
         scheduler.schedule, scheduler.update_from_output = schedule, update
-        namer.on_named = on_named
-        assert num_named >= num_requests, "there is nothing to tell"
+        self._tells = True
+        assert self._num_named >= num_requests, "there is nothing to tell"
         engine.reset()
         return seconds
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.bench.events import BLOCK_TOKENS
 from tests.bench.measure import OtherLoad, Run, median_ratio
-from tests.bench.report import Section
+from tests.bench.report import Findings, Section
 from tests.bench.vllm import HOME, PYTHON, check_vllm, vllm_environment
 from tests.vllm import models
 from tests.vllm.engines import CHUNK_SIZE, engine_options, transfer_config
@@ -24,11 +24,8 @@ GOAL_STEP, GOAL_BYTES = 1.01, 200
 TIMEOUT_S = 300.0
 
 
-def measure(run: Run) -> tuple[Section, str]:
+def measure(run: Run) -> Findings:
     """Measure it; takes three minutes.
-
-    Returns:
-        The table, and a sentence about other load on the machine.
 
     Raises:
         VLLMMissingError: vLLM is not installed.
@@ -68,7 +65,7 @@ def measure(run: Run) -> tuple[Section, str]:
         ),
     ]
     title = "What our KV events cost an engine"
-    return Section(title, ("what", "figure", "note"), rows), others.remark
+    return Findings([Section(title, ("what", "figure", "note"), rows)], [others.remark])
 
 
 def _engine(owner: Owner) -> EngineProcess:

@@ -18,7 +18,7 @@ from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.storage.eviction import EvictionPolicy, create_policy
 
 from tests.bench.measure import Run
-from tests.bench.report import Section
+from tests.bench.report import SIMULATED, Findings, Section
 
 TRACES = Path(__file__).parent / "traces"
 RECORDED = ("conversation", "synthetic", "agents")
@@ -216,8 +216,8 @@ def table() -> Iterator[str]:
             yield f"| {name} | {share:.0%} | {' | '.join(cells)} |"
 
 
-def by_size(run: Run) -> Section:
-    """Return the table of the default policy and the optimum by size of memory."""
+def by_size(run: Run) -> Findings:
+    """Return the section `hit-ratio`: the default policy and the optimum by size of memory."""
     rows = []
     for name, trace in traces().items():
         chunk_bytes = CHUNK_TOKENS.get(name, 256) * TOKEN_BYTES
@@ -227,7 +227,8 @@ def by_size(run: Run) -> Section:
             cells = run(what, lambda: [replayed(trace, policy, num) for num in slots])  # noqa: B023
             rows.append((what, *cells, ""))
     headings = ("trace, policy", *(f"{size:,} GiB" for size in SIZES_GIB), "")
-    return Section("Hit ratio by memory of all pods together, percent", headings, rows)
+    title = "Hit ratio by memory of all pods together, percent"
+    return Findings([Section(title, headings, rows)], machine=SIMULATED)
 
 
 def _names() -> Iterator[ChunkKey]:

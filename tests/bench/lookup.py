@@ -38,7 +38,7 @@ from lmcache_lookup.index.redis_index import RedisIndex, RedisIndexOptions
 from lmcache_servicekit.redis_client import RedisAccess
 
 from tests.bench.measure import median_ms
-from tests.bench.report import Section
+from tests.bench.report import MACHINE, Findings, Section
 from tests.fixtures.redis_cluster import NUM_MASTERS, running_cluster
 from tests.fixtures.redis_server import RedisServer, running_redis
 from tests.fixtures.service_process import running_service
@@ -69,23 +69,18 @@ Row = tuple[str, ...]
 # --- The index ------------------------------------------------------------------------------------
 
 
-def measure_index(
-    num_chunks: int = NUM_CHUNKS, num_in_cluster: int = NUM_CHUNKS_IN_CLUSTER
-) -> list[Section]:
-    """Measure one server, and a cluster of three masters with a replica each; takes half a minute.
-
-    Args:
-        num_chunks: In the server.
-        num_in_cluster: In the cluster.
+def measure_index() -> Findings:
+    """Measure one server, and a cluster of three masters with a replica each; takes half a
+    minute.
     """
     with running_redis() as server, server.client() as plain:
-        time_rows, memory_rows = _of_index("one server", server.url, [server], num_chunks, plain)
+        time_rows, memory_rows = _of_index("one server", server.url, [server], NUM_CHUNKS, plain)
     with running_cluster() as cluster:
         masters = cluster.servers[:NUM_MASTERS]
-        of_cluster = _of_index("cluster", cluster.url, masters, num_in_cluster, None)
+        of_cluster = _of_index("cluster", cluster.url, masters, NUM_CHUNKS_IN_CLUSTER, None)
     headings = ("what", "bytes a chunk", "goal", "note")
     title = "Lookup index in Redis: memory, both holders of each chunk included"
-    return [
+    sections = [
         Section(
             "Lookup index in Redis: time",
             ("what", "figure", "goal", "note"),
@@ -93,6 +88,7 @@ def measure_index(
         ),
         Section(title, headings, [*memory_rows, *of_cluster[1]]),
     ]
+    return Findings(sections, machine=f"{MACHINE} Medians of {NUM_ROUNDS} rounds.")
 
 
 def _of_index(
@@ -219,7 +215,7 @@ class _Question:
         return cls(name, head.encode() + body)
 
 
-def measure_rest(directory: Path) -> list[Section]:
+def measure_rest(directory: Path) -> Findings:
     """Measure how soon the longest prefix of 400 chunks is known, and how often a second."""
     chunk_ids = [os.urandom(16) for _ in range(NUM_ASKED)]
     packed = msgspec.msgpack.encode(PackedChunksRequest(pack_ids(chunk_ids)))
@@ -248,10 +244,11 @@ def measure_rest(directory: Path) -> list[Section]:
         f"Lookups of {NUM_ASKED} chunks a second: median (best) of {NUM_WINDOWS} windows;"
         f" {NUM_CALLERS} processes, {NUM_CALLERS * CONNECTIONS_PER_CALLER} connections"
     )
-    return [
+    sections = [
         Section("Lookup over REST, Redis on loopback", ("what", "ms", "goal", "note"), times),
         Section(title, ("what", "a second", "goal", ""), rates),
     ]
+    return Findings(sections)
 
 
 async def _announce(url: str, chunk_ids: Sequence[bytes]) -> None:

@@ -44,7 +44,7 @@ from lmcache_demo.settings import quiet_environment
 
 from tests.bench.engines import CHUNK_BYTES
 from tests.bench.measure import GB, OtherLoad, Run
-from tests.bench.report import Section
+from tests.bench.report import Findings, Section
 from tests.bench.tiers import drop_from_cache
 
 HOME, COMMIT = "MLPERF_STORAGE", "f51fe8f36dc44e3b1e11d7fafd8385509c0765fb"
@@ -150,7 +150,7 @@ class TierBackend:
             self.delete(key)
 
 
-def measure(run: Run, directory: Path) -> tuple[Section, str]:
+def measure(run: Run, directory: Path) -> Findings:
     """Measure all rows in turn."""
     source = Path(os.environ.get(HOME, "/nonexistent"), "kv_cache_benchmark")
     if not (source / "kv_cache").is_dir():
@@ -202,7 +202,8 @@ def measure(run: Run, directory: Path) -> tuple[Section, str]:
     title = f"{MODEL}, {NUM_REQUESTS} requests of {NUM_USERS} users, entries of 32 to 128 MiB"
     headings = ("store GB/s", "P95 ms", "load GB/s", "P95 ms", "requests/s", "")
     rows = [(name, *_cells(of_name), "") for name, of_name in found.items()]
-    return Section(title, ("its tier: what is there", *headings), rows), others.remark
+    section = Section(title, ("its tier: what is there", *headings), rows)
+    return Findings([section], [others.remark])
 
 
 def _drive(

@@ -91,16 +91,27 @@ class KV:
         if seed:
             self.tensor.view(torch.uint8).random_(generator=dice)
         self.blocks: list[int] = torch.randperm(num_blocks, generator=dice).tolist()
-        self._shape = shape
+        self.shape = shape
+
+    def slots(self) -> torch.Tensor:
+        """Return where each token is in the blocks, int64."""
+        blocks = torch.tensor(self.blocks)[:, None] * self.shape.block_size
+        return (blocks + torch.arange(self.shape.block_size)).flatten()
+
+    def require_equal(self, other: KV, what: str = "") -> None:
+        """Check every byte of a prompt that has come back."""
+        for stored, loaded in zip(self.layers(), other.layers(), strict=True):
+            if not torch.equal(stored, loaded):
+                raise ValueError(f"other bytes than were stored came back {what}")
 
     def mark(self, turn: int) -> None:
         """Change one value of each token, so that a prompt of another turn would be detected."""
-        self.tensor[0, 0].view(self._shape.num_tokens, -1)[:, 0] = float(turn + 1)
+        self.tensor[0, 0].view(self.shape.num_tokens, -1)[:, 0] = float(turn + 1)
 
     def layers(self) -> Iterator[torch.Tensor]:
         """Yield the bits of each layer, in the order of tokens."""
-        for i in range(self._shape.num_layers):
-            layer = self.tensor[i][:, self.blocks] if self._shape.is_paged else self.tensor[:, i]
+        for i in range(self.shape.num_layers):
+            layer = self.tensor[i][:, self.blocks] if self.shape.is_paged else self.tensor[:, i]
             yield layer.view(torch.int16)
 
 
@@ -153,7 +164,7 @@ class Driver:
             raise ValueError(
                 f"{int(mask.sum())} of {len(tokens)} tokens of prompt {turn} came back"
             )
-        self._compare(f"for prompt {turn}")
+        self._source.require_equal(self._target, f"for prompt {turn}")
         return seconds
 
     def lookup(self, turn: int) -> float:
@@ -184,13 +195,8 @@ class Driver:
         seconds = time.perf_counter() - began
         if num_tokens != PROMPTS_AT_ONCE * self._shape.num_tokens:
             raise ValueError(f"{num_tokens} tokens of {PROMPTS_AT_ONCE} prompts came back")
-        self._compare("")
+        self._source.require_equal(self._target)
         return seconds
-
-    def _compare(self, what: str) -> None:
-        for stored, loaded in zip(self._source.layers(), self._target.layers(), strict=True):
-            if not torch.equal(stored, loaded):
-                raise ValueError(f"other bytes than were stored came back {what}")
 
     def _prompts(self, turn: int) -> list[torch.Tensor]:
         return [self._tokens(turn * PROMPTS_AT_ONCE + i) for i in range(PROMPTS_AT_ONCE)]
@@ -241,6 +247,15 @@ class Codec:
         return seconds
 
 
+def our_arguments(kv: KV) -> dict[str, Any]:
+    """Return the arguments of calls of our engine."""
+    shape = kv.shape
+    if shape.is_paged:
+        return {"kvcaches": list(kv.tensor), "slot_mapping": kv.slots()}
+    halves = kv.tensor.unflatten(-1, (shape.num_heads, shape.head_size))
+    return {"kvcaches": tuple((halves[0, i], halves[1, i]) for i in range(shape.num_layers))}
+
+
 def our_engine(shape: Shape, options: dict[str, Any]) -> tuple[Any, Arguments]:
     """Return our engine and the arguments of its calls."""
     from lmcache_core.config import LMCacheEngineConfig, LMCacheEngineMetadata
@@ -259,15 +274,7 @@ def our_engine(shape: Shape, options: dict[str, Any]) -> tuple[Any, Arguments]:
         "bench", config, metadata, connector(shape.hidden, shape.num_layers)
     )
 
-    def arguments(kv: KV) -> dict[str, Any]:
-        if shape.is_paged:
-            blocks = torch.tensor(kv.blocks)[:, None] * shape.block_size
-            slots = (blocks + torch.arange(shape.block_size)).flatten()
-            return {"kvcaches": list(kv.tensor), "slot_mapping": slots}
-        halves = kv.tensor.unflatten(-1, (shape.num_heads, shape.head_size))
-        return {"kvcaches": tuple((halves[0, i], halves[1, i]) for i in range(shape.num_layers))}
-
-    return engine, arguments
+    return engine, our_arguments
 
 
 def our_coder(model: str, kv: torch.Tensor) -> Coder:

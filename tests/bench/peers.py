@@ -38,7 +38,7 @@ from tests.bench.peer_places import (
     Place,
     peer_environment,
 )
-from tests.bench.report import Section
+from tests.bench.report import Findings, Section
 from tests.releases import NEWEST_VLLM
 
 ROUNDS = 5
@@ -165,17 +165,14 @@ def engines(of: Mapping[str, tuple[Any, ...]], directory: Path) -> Iterator[dict
 
 def measure(
     run: Run, directory: Path, parts: Sequence[str] = (), mib: int = FULL_MIB, rounds: int = ROUNDS
-) -> tuple[Section, str]:
-    """Measure everything; takes twenty minutes.
+) -> Findings:
+    """Measure everything; takes twenty minutes. Only a whole table of `FULL_MIB` is written.
 
     Args:
         directory: For disks and logs.
         parts: Of `ROWS`; none: all.
         mib: Of a prompt.
         rounds: How many count.
-
-    Returns:
-        The table, and remarks: conditions, and what does not run here.
 
     Raises:
         PeerMissingError: LMCache or vLLM is not installed.
@@ -190,7 +187,9 @@ def measure(
         else:
             rows += PARTS[name](run, directory, rounds)
     title = f"In turn with LMCache {_lmcache_version()} and vLLM {NEWEST_VLLM}: {mib} MiB"
-    return Section(title, HEADINGS, [row.cells() for row in rows]), _remark(rows, rounds, directory)
+    section = Section(title, HEADINGS, [row.cells() for row in rows])
+    is_whole = not parts and mib == FULL_MIB
+    return Findings([section], [_remark(rows, rounds, directory)], is_whole=is_whole)
 
 
 def _remark(rows: Sequence[Row], rounds: int, directory: Path) -> str:

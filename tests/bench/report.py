@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.measure import Figure
+from tests.bench.measure import ROUNDS, Figure
+
+ON_CORES = f"Python {platform.python_version()}, {os.cpu_count()} cores."
+MACHINE = f"Machine: {platform.machine()}, 1 torch thread, {ON_CORES}"
+WITH_ROUNDS = f"{MACHINE} Medians of {ROUNDS} rounds."
+SIMULATED = "Simulated: nothing is timed."
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,25 @@ class Section:
         ]
         lines += ["| " + " | ".join(row[i] for i in shown) + " |" for row in self.rows]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a part of the bench has found.
+
+    Attributes:
+        sections: Its tables.
+        remarks: Sentences below them, as of other load on the machine.
+        machine: First paragraph of its section.
+        plot: File below docs/, its text for those who do not see it, and its SVG.
+        is_whole: Whether all of the section was measured; otherwise nothing is written.
+    """
+
+    sections: Sequence[Section]
+    remarks: Sequence[str] = ()
+    machine: str = MACHINE
+    plot: tuple[str, str, str] | None = None
+    is_whole: bool = True
 
 
 def rates(title: str, figures: Sequence[Figure]) -> Section:

@@ -25,7 +25,7 @@ from operator import mul
 from tests.bench import events
 from tests.bench.eviction import CHUNK_TOKENS, TOKEN_BYTES, recorded_lines
 from tests.bench.measure import Run
-from tests.bench.report import Section
+from tests.bench.report import SIMULATED, Findings, Section
 
 GPU, ARENA, DISK, STORAGE = range(4)
 DELAY_S = (0.0, 0.2, 0.2)
@@ -520,13 +520,13 @@ def replayed(trace: Trace, num_pods: int, setup: Setup, policy: str, run: Run, w
     return replay.found
 
 
-def measure(run: Run, pods: Sequence[int] = PODS) -> tuple[list[Section], list[str]]:
-    """Return the tables and sentences of the section `routing`; takes minutes."""
+def measure(run: Run) -> Findings:
+    """Return the section `routing`; takes minutes."""
     gc.disable()  # each pass would walk millions of objects, of which none are in cycles
     sections, told = [], []
     for name in COPIES:
         rows = []
-        for num_pods in pods:
+        for num_pods in PODS:
             trace = recorded(name, num_pods)
             found = {
                 policy: replayed(
@@ -555,7 +555,7 @@ def measure(run: Run, pods: Sequence[int] = PODS) -> tuple[list[Section], list[s
         )
     )
     gc.enable()
-    return sections, [_sizes_remark()]
+    return Findings(sections, [_sizes_remark()], SIMULATED)
 
 
 def _cells(found: Found, best: float) -> Iterator[str]:

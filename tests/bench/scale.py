@@ -45,7 +45,7 @@ from tests.bench.engines import (
     tokens_of,
 )
 from tests.bench.measure import Run, other_load, percentile, processor_seconds
-from tests.bench.report import Section
+from tests.bench.report import Findings, Section
 
 NUM_PROCESSES = (1, 4, 16)
 NUM_PROMPTS = 1000
@@ -73,14 +73,11 @@ SERVICES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def measure(run: Run, directory: Path) -> tuple[list[Section], str]:
+def measure(run: Run, directory: Path) -> Findings:
     """Measure all three; takes two minutes.
 
     Args:
         directory: For sockets, settings and logs.
-
-    Returns:
-        The tables, and a sentence about other load on the machine.
     """
     load = other_load()
     prompts = [
@@ -112,7 +109,7 @@ def measure(run: Run, directory: Path) -> tuple[list[Section], str]:
             services,
         ),
     ]
-    return sections, f"Other processes used {load:.1f} cores."
+    return Findings(sections, [f"Other processes used {load:.1f} cores."])
 
 
 def _prompt_rows(directory: Path, num_processes: int) -> Iterator[tuple[str, ...]]:

@@ -12,43 +12,42 @@ import asyncio
 import re
 import socket
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from lmcache_core.keys import CacheEngineKey, ChunkKey
-from lmcache_core.memory import ArenaAllocator, BytesBufferMemoryObj
-from lmcache_core.record import Chunk, encode_head, payload_digest, raw_header
+from lmcache_core.keys import ChunkKey
+from lmcache_core.record import encode_head, payload_digest, raw_header
 from lmcache_core.storage.remote import create_remote_backend
 
 from tests.bench.engines import CHUNK_BYTES
 from tests.bench.limits import SocketPair, payload, receive
 from tests.bench.measure import GB, ROUNDS, Run, Seconds, in_turn, median_ratio
-from tests.bench.report import Section
+from tests.bench.report import WITH_ROUNDS, Findings, Section
+from tests.bench.tiers import TierChunks
 from tests.fixtures.service_process import running_service
 
 NUM_CHUNKS = 8
 TOTAL_BYTES = NUM_CHUNKS * CHUNK_BYTES
 TIMEOUT_S = 120.0
 SOCKET, LM, REST = "bare socket", "lm://, our client", "REST, bare caller"
-KEYS = [
-    ChunkKey.of("default", CacheEngineKey("vllm", "bench", 1, 0, f"{i:064x}"))
-    for i in range(NUM_CHUNKS)
-]
 
 
 class _BareRest:
     """REST by hand."""
 
-    def __init__(self, port: int, data: memoryview) -> None:
+    def __init__(self, port: int, keys: Sequence[ChunkKey]) -> None:
         self._port = port
-        self._payload = data
-        self._digest = payload_digest(data)
+        self._keys = keys
+        self._payload = payload()
+        self._digest = payload_digest(self._payload)
         self._buffer = bytearray(CHUNK_BYTES + (64 << 10))
 
     def put(self) -> None:
         with self._connected() as sock:
-            for key in KEYS:
-                head = _head_of(key, payload_digest(self._payload))
+            for key in self._keys:
+                digest = payload_digest(self._payload)
+                header = raw_header(key.key, (CHUNK_BYTES,), "uint8", digest)
+                head = encode_head(header, CHUNK_BYTES)
                 length = len(head) + CHUNK_BYTES
                 self._ask(sock, "PUT", key, f"Content-Length: {length}\r\n")
                 sock.sendall(head)
@@ -57,7 +56,7 @@ class _BareRest:
 
     def get(self) -> None:
         with self._connected() as sock:
-            for key in KEYS:
+            for key in self._keys:
                 self._ask(sock, "GET", key)
                 body = self._answer(sock, 200)
                 if payload_digest(body[len(body) - CHUNK_BYTES :]) != self._digest:
@@ -86,49 +85,12 @@ class _BareRest:
         return target[end + 4 : end_of_body]
 
 
-class _Tier:
-    """A remote tier, into arena memory."""
-
-    def __init__(self, runner: asyncio.Runner, url: str, data: memoryview) -> None:
-        self._run = runner.run
-        self._payload = data
-        self._backend = create_remote_backend(url, timeout_s=TIMEOUT_S)
-        self._arena = ArenaAllocator.anonymous(TOTAL_BYTES + (1 << 20))
-        self._run(self._backend.open())
-
-    def put(self) -> None:
-        chunks = []
-        for key in KEYS:
-            digest = payload_digest(self._payload)
-            header = raw_header(key.key, (CHUNK_BYTES,), "uint8", digest)
-            memory = BytesBufferMemoryObj(self._payload)
-            chunks.append(Chunk(key, header, _head_of(key, digest), memory, "bench"))
-        if not all(self._run(self._backend.batched_put(chunks))):
-            raise AssertionError("a chunk was not stored")
-
-    def get(self) -> None:
-        for result in self._run(self._backend.batched_get(KEYS, self._allocate)):
-            if not isinstance(result, Chunk):
-                raise AssertionError(f"not served: {result}")
-            result.release()
-
-    def remove(self) -> None:
-        self._run(self._backend.batched_remove(KEYS))
-
-    def close(self) -> None:
-        self._run(self._backend.close())
-
-    def _allocate(self, num_bytes: int) -> Any:
-        return self._arena.allocate((num_bytes,), None)
-
-
-def measure(run: Run, directory: Path, rounds: int = ROUNDS) -> Section:
+def measure(run: Run, directory: Path, rounds: int = ROUNDS) -> Findings:
     """Measure everything.
 
     Args:
         directory: For the service's files.
     """
-    data = payload()
     environ = {"PORT": "0", "LM_PORT": "0", "MEMORY_GB": "0.5"}
     environ = {f"LMCACHE_STORAGE_{name}": value for name, value in environ.items()}
     pair = SocketPair()
@@ -136,27 +98,35 @@ def measure(run: Run, directory: Path, rounds: int = ROUNDS) -> Section:
         running_service("lmcache_storage", directory, environ) as service,
         asyncio.Runner() as runner,
     ):
-        lm = _Tier(runner, f"lm://127.0.0.1:{service.ports['lm_port']}", data)
-        rest = _BareRest(service.ports["port"], data)
-        calls = {
-            (SOCKET, "store"): lambda: pair.move(NUM_CHUNKS),
-            (SOCKET, "retrieve"): lambda: pair.move(NUM_CHUNKS),
-            (LM, "store"): lm.put,
-            (LM, "retrieve"): lm.get,
-            # What lm:// has stored is removed before REST stores it again.
-            (REST, "store"): rest.put,
-            (REST, "retrieve"): rest.get,
-        }
-        works = [lambda _, call=call: call() for call in calls.values()]
-        removing = [*works[:4], lambda _: lm.remove(), *works[4:]]
-        seconds = run(
-            "cache_storage over REST",
-            lambda: in_turn(*removing, prepare=lambda _: lm.remove(), rounds=rounds),
+        backend = create_remote_backend(
+            f"lm://127.0.0.1:{service.ports['lm_port']}", timeout_s=TIMEOUT_S
         )
-        del seconds[4]
-        lm.close()
+        lm = TierChunks(runner, backend, NUM_CHUNKS)
+        rest = _BareRest(service.ports["port"], lm.keys(0))
+        calls = {
+            (SOCKET, "store"): lambda _: pair.move(NUM_CHUNKS),
+            (SOCKET, "retrieve"): lambda _: pair.move(NUM_CHUNKS),
+            (LM, "store"): lambda _: lm.put(0),
+            (LM, "retrieve"): lambda _: lm.get(0),
+            # What lm:// has stored is removed before REST stores it again.
+            ("", ""): lambda _: lm.remove(0),
+            (REST, "store"): lambda _: rest.put(),
+            (REST, "retrieve"): lambda _: rest.get(),
+        }
+        seconds = dict(
+            zip(
+                calls,
+                run(
+                    "cache_storage over REST",
+                    lambda: in_turn(*calls.values(), prepare=lambda _: lm.remove(0), rounds=rounds),
+                ),
+                strict=True,
+            )
+        )
+        del seconds["", ""]
+        lm.run(backend.close())
     pair.close()
-    return table(dict(zip(calls, seconds, strict=True)))
+    return Findings([table(seconds)], machine=WITH_ROUNDS)
 
 
 def table(seconds: dict[tuple[str, str], Seconds]) -> Section:
@@ -168,8 +138,3 @@ def table(seconds: dict[tuple[str, str], Seconds]) -> Section:
         rows.append((f"{name}: {what}", f"{rate:.2f}", *shares, ""))
     headings = ("what", "GB/s", "share of a bare socket", "share of lm://", "")
     return Section("cache_storage, 32 MiB a body, one connection over loopback", headings, rows)
-
-
-def _head_of(key: ChunkKey, digest: bytes) -> bytes:
-    """Return the head of that chunk's record."""
-    return encode_head(raw_header(key.key, (CHUNK_BYTES,), "uint8", digest), CHUNK_BYTES)

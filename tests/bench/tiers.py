@@ -38,14 +38,11 @@ from tests.bench.engines import (
     CHUNK_BYTES,
     CHUNK_SIZE,
     DTYPE,
-    HEAD_SIZE,
     HIDDEN,
     NUM_CHUNKS,
-    NUM_HEADS,
     NUM_LAYERS,
     NUM_TOKENS,
     TOTAL_BYTES,
-    KVCaches,
     make_config,
     make_metadata,
     running_engine,
@@ -56,14 +53,14 @@ from tests.bench.engines import (
 )
 from tests.bench.limits import copy_work, redis_limits, socket_limit
 from tests.bench.measure import ROUNDS, Figure, Run, in_turn, median_ms, median_ratio, timed
-from tests.bench.report import Section, rates
+from tests.bench.peer_child import KV, Shape, our_arguments
+from tests.bench.report import WITH_ROUNDS, Findings, Section, rates
 from tests.fixtures.chains import chain_of, keys_of_rank, store_chunks
 from tests.fixtures.paged_cases import paged_gather, paged_scatter
 from tests.fixtures.redis_server import running_redis
 
 PROMPT = "4,096 tokens, Llama-3.1-8B shape, bf16: 512 MiB"
 VERIFY_HOT = ("always", "never")
-BLOCK_SIZE = 16
 REMOTE_TIMEOUT_S = 120.0
 SAMPLE_BYTES = 64
 
@@ -80,19 +77,20 @@ COUNTED_CHUNKS = 1024
 SMALL_GOALS_US = {"store": 25, "retrieve": 20}
 
 
-def measure(run: Run, directory: Path) -> list[Section]:
+def measure(run: Run, directory: Path) -> Findings:
     """Measure everything; takes about two minutes.
 
     Args:
         directory: For sockets, files and logs.
     """
-    return [
+    sections = [
         rates(f"Host memory: {PROMPT}", list(_host_memory(run, directory))),
         rates(f"Slower tiers: {PROMPT}", list(_slower_tiers(run, directory))),
         run("hashes, keys, lookups", _naming),
         run("lookup and stage", lambda: _queries(directory)),
         run("small chunks", _small_chunks),
     ]
+    return Findings(sections, machine=WITH_ROUNDS)
 
 
 # --- Host memory ----------------------------------------------------------------------------------
@@ -102,102 +100,63 @@ def _host_memory(run: Run, directory: Path) -> Iterator[Figure]:
     copy = copy_work()
     name = "reference: torch copy, one thread"
     yield Figure(name, TOTAL_BYTES, run("limits of this machine", lambda: timed(copy)))
+    flat, paged = Shape(), Shape(is_paged=True)
+    connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
     for verify_hot in VERIFY_HOT:
         name = f"memory tier, embedded, verify_hot {verify_hot}"
-        connector = VLLMNestedTupleGPUConnector(HIDDEN, NUM_LAYERS)
         with running_engine(
             make_config(verify_hot=verify_hot), make_metadata(), connector
         ) as engine:
-            yield from run(name, lambda: _contiguous(engine, name, copy))  # noqa: B023 (run at once)
+            yield from run(name, lambda: _moved(engine, name, flat, copy))  # noqa: B023 (run at once)
         name = f"memory tier, sidecar, verify_hot {verify_hot}"
         with running_sidecar(directory, ARENA_GB, verify_hot=verify_hot) as socket:
             config = make_config(sidecar_socket=str(socket))
             with running_engine(config, make_metadata(), connector, None) as engine:
-                yield from run(name, lambda: _contiguous(engine, name, copy))  # noqa: B023
-    limit, *bare = run("paged gather and scatter", _bare_pages)
-    yield from bare
+                yield from run(name, lambda: _moved(engine, name, flat, copy))  # noqa: B023
+    yield from run("paged gather and scatter", lambda: _bare_pages(paged))
     for verify_hot in VERIFY_HOT:
         name = f"memory tier, embedded, paged, verify_hot {verify_hot}"
-        yield from run(name, lambda: _paged(name, verify_hot, limit))  # noqa: B023
+        with running_engine(
+            make_config(verify_hot=verify_hot),
+            make_metadata(),
+            VLLMPagedMemGPUConnectorV2(HIDDEN, NUM_LAYERS),
+        ) as engine:
+            yield from run(name, lambda: _moved(engine, name, paged, copy))  # noqa: B023
 
 
-def _contiguous(
-    engine: LMCacheEngine, name: str, copy: Callable[[int], object]
+def _moved(
+    engine: LMCacheEngine, name: str, shape: Shape, copy: Callable[[int], object]
 ) -> tuple[Figure, Figure]:
     """Store and retrieve a whole prompt in turn with a plain copy; what comes back is compared."""
-    kv, target = _contiguous_kv(1), _contiguous_kv(0)
-    stored = in_turn(lambda turn: engine.store(tokens_of(turn), kvcaches=kv), copy)
+    source, target = KV(shape, 1), KV(shape, 0)
+    given, filled = our_arguments(source), our_arguments(target)
+    stored = in_turn(lambda turn: engine.store(tokens_of(turn), **given), copy)
     last = tokens_of(ROUNDS)
-    loaded = in_turn(lambda turn: engine.retrieve(last, kvcaches=target), copy)
-    is_same = all(
-        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-        for ones, others in zip(kv, target, strict=True)
-        for one, other in zip(ones, others, strict=True)
-    )
-    if engine.lookup(last) != NUM_TOKENS or not is_same:
-        raise AssertionError(f"{name}: what was retrieved is not what was stored")
+    loaded = in_turn(lambda turn: engine.retrieve(last, **filled), copy)
+    if engine.lookup(last) != NUM_TOKENS:
+        raise AssertionError(f"{name}: not all is stored")
+    source.require_equal(target, f"from {name}")
     return tuple(
         Figure(f"{name}: {what}", TOTAL_BYTES, seconds, None, copies)
         for what, (seconds, copies) in (("store", stored), ("retrieve", loaded))
     )
 
 
-def _contiguous_kv(seed: int) -> KVCaches:
-    """Random bits, or with seed 0 zeros; touched."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def side() -> torch.Tensor:
-        bits = torch.zeros((NUM_TOKENS, NUM_HEADS, HEAD_SIZE * 2), dtype=torch.uint8)
-        return (bits.random_(generator=generator) if seed else bits).view(DTYPE)
-
-    return tuple((side(), side()) for _ in range(NUM_LAYERS))
-
-
-class _PagedKV:
-    """An engine's pages with a prompt in them: blocks in random order, tokens of a block in order.
-
-    Attributes:
-        layers: One tensor `[2, blocks, 16, 8, 128]` a layer; with seed 0 zeros, else random bits.
-        slots: int64 `[4096]`.
-    """
-
-    def __init__(self, seed: int) -> None:
-        dice = torch.Generator().manual_seed(seed)
-        num_blocks = NUM_TOKENS // BLOCK_SIZE
-        shape = (2, num_blocks, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE)
-        self.layers = [torch.zeros(shape, dtype=DTYPE) for _ in range(NUM_LAYERS)]
-        for layer in self.layers if seed else ():
-            layer.view(torch.int16).random_(generator=dice)
-        blocks = torch.randperm(num_blocks, generator=dice)
-        self.slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
-
-    def pages(self) -> Pages:
-        return Pages.of([layer[0] for layer in self.layers], [layer[1] for layer in self.layers])
-
-    def require_equal(self, other: _PagedKV) -> None:
-        for one, two in zip(self.layers, other.layers, strict=True):
-            mine, theirs = one.flatten(1, 2)[:, self.slots], two.flatten(1, 2)[:, other.slots]
-            if not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)):
-                raise AssertionError("what was scattered is not what was gathered")
-
-
-def _bare_pages() -> list[Figure]:
+def _bare_pages(shape: Shape) -> list[Figure]:
     """Gather and scatter all chunks in turn with a torch copy of the same bytes, the limit."""
-    source, target = _PagedKV(1), _PagedKV(0)
+    source, target = KV(shape, 1), KV(shape, 0)
     chunk_shape = (2, NUM_LAYERS, CHUNK_SIZE, HIDDEN)
     chunks = [torch.zeros(chunk_shape, dtype=DTYPE) for _ in range(NUM_CHUNKS)]
-    from_pages, to_pages = source.pages(), target.pages()
 
-    def gather(turn: int) -> None:
-        for slots, chunk in zip(source.slots.split(CHUNK_SIZE), chunks, strict=True):
-            paged_gather(from_pages, slots, chunk)
+    def each(kv: KV, move: Callable[[Pages, torch.Tensor, torch.Tensor], object]) -> Any:
+        pages = Pages.of([layer[0] for layer in kv.tensor], [layer[1] for layer in kv.tensor])
+        of_chunk = list(zip(kv.slots().split(CHUNK_SIZE), chunks, strict=True))
+        return lambda turn: [move(pages, slots, chunk) for slots, chunk in of_chunk]
 
-    def scatter(turn: int) -> None:
-        for slots, chunk in zip(target.slots.split(CHUNK_SIZE), chunks, strict=True):
-            paged_scatter(to_pages, slots, chunk)
-
-    copies, gathers, scatters = in_turn(copy_work(), gather, scatter)
-    source.require_equal(target)
+    copies, gathers, scatters = in_turn(
+        copy_work(), each(source, paged_gather), each(target, paged_scatter)
+    )
+    source.require_equal(target, "from chunks")
     limit = Figure("reference: torch copy, in turn with the paged copies", TOTAL_BYTES, copies)
     return [
         limit,
@@ -206,49 +165,29 @@ def _bare_pages() -> list[Figure]:
     ]
 
 
-def _paged(name: str, verify_hot: str, limit: Figure) -> list[Figure]:
-    """Store and retrieve a paged prompt through an embedded engine."""
-    source, target = _PagedKV(1), _PagedKV(0)
-    connector = VLLMPagedMemGPUConnectorV2(HIDDEN, NUM_LAYERS)
-    with running_engine(make_config(verify_hot=verify_hot), make_metadata(), connector) as engine:
-        stores, loads = in_turn(
-            lambda turn: engine.store(
-                tokens_of(turn), kvcaches=source.layers, slot_mapping=source.slots
-            ),
-            lambda turn: engine.retrieve(
-                tokens_of(turn), kvcaches=target.layers, slot_mapping=target.slots
-            ),
-        )
-        if engine.lookup(tokens_of(ROUNDS)) != NUM_TOKENS:
-            raise AssertionError("paged KV was not stored")
-    source.require_equal(target)
-    return [
-        Figure(f"{name}: store", TOTAL_BYTES, stores, limit),
-        Figure(f"{name}: retrieve", TOTAL_BYTES, loads, limit),
-    ]
-
-
 # --- Slower tiers ---------------------------------------------------------------------------------
 
 
-class _TierChunks:
+class TierChunks:
     """The chunks of a prompt, written to and read from a tier that has no engine around it.
 
     Payloads stay the same, keys are new in each turn. Chunks are put without digests, as the engine
     does: what writes them to a file or a socket computes these.
     """
 
-    def __init__(self, runner: asyncio.Runner, backend: StorageBackend) -> None:
+    def __init__(
+        self, runner: asyncio.Runner, backend: StorageBackend, num_chunks: int = NUM_CHUNKS
+    ) -> None:
         self.run = runner.run
         self.backend = backend
-        self._arena = ArenaAllocator.anonymous(2 * TOTAL_BYTES + (16 << 20))
-        self.payloads = [self._payload(seed) for seed in range(NUM_CHUNKS)]
+        self._arena = ArenaAllocator.anonymous(2 * num_chunks * CHUNK_BYTES + (16 << 20))
+        self.payloads = [self._payload(seed) for seed in range(num_chunks)]
         self.run(backend.open())
 
     def keys(self, turn: int) -> list[ChunkKey]:
         return [
             ChunkKey.of("default", CacheEngineKey("vllm", "bench", 1, 0, f"{turn:032x}{i:032x}"))
-            for i in range(NUM_CHUNKS)
+            for i in range(len(self.payloads))
         ]
 
     def put(self, turn: int) -> None:
@@ -300,7 +239,7 @@ def _disk(directory: Path, fsync: bool) -> Iterator[Figure]:
     directory.mkdir()
     backend = DiskBackend(directory / "tier", 2 * TOTAL_BYTES, fsync=fsync)
     with asyncio.Runner() as runner:
-        tier = _TierChunks(runner, backend)
+        tier = TierChunks(runner, backend)
         raw = _RawFiles(directory / "raw", tier.payloads[0].byte_array, fsync)
 
         def make_room(turn: int) -> None:
@@ -379,7 +318,7 @@ def _lm(directory: Path, limit: Figure) -> list[Figure]:
     with Processes(directory, quiet_environment()) as processes, asyncio.Runner() as runner:
         _, ports = processes.start_service("cache_storage", "lmcache_storage", settings)
         url = f"lm://127.0.0.1:{ports['lm_port']}"
-        tier = _TierChunks(runner, create_remote_backend(url, timeout_s=REMOTE_TIMEOUT_S))
+        tier = TierChunks(runner, create_remote_backend(url, timeout_s=REMOTE_TIMEOUT_S))
         stores = timed(tier.put, lambda turn: tier.remove(turn - 1))
         loads = timed(lambda _: tier.get(ROUNDS))
         tier.run(tier.backend.close())
@@ -392,7 +331,7 @@ def _lm(directory: Path, limit: Figure) -> list[Figure]:
 def _redis() -> list[Figure]:
     with running_redis() as server, asyncio.Runner() as runner:
         set_raw, get_raw = redis_limits(server.port)
-        tier = _TierChunks(runner, create_remote_backend(server.url, timeout_s=REMOTE_TIMEOUT_S))
+        tier = TierChunks(runner, create_remote_backend(server.url, timeout_s=REMOTE_TIMEOUT_S))
         figures = [
             _in_turn_with("redis: store", lambda _: tier.put(0), lambda _: set_raw()),
             _in_turn_with("redis: retrieve", lambda _: tier.get(0), lambda _: get_raw()),

@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.bench.engines import SHARED_MEMORY
 from tests.bench.measure import OtherLoad, Run, median_ratio, processor_seconds
-from tests.bench.report import Section
+from tests.bench.report import MACHINE, Findings, Section
 from tests.releases import NEWEST_VLLM
 from tests.vllm import models
 from tests.vllm.engines import engine_options, transfer_config
@@ -116,11 +116,8 @@ def check_vllm() -> None:
         )
 
 
-def measure(run: Run) -> tuple[list[Section], str]:
+def measure(run: Run) -> Findings:
     """Measure everything; takes about six minutes.
-
-    Returns:
-        The tables, and a sentence about other load on the machine.
 
     Raises:
         VLLMMissingError: vLLM is not installed.
@@ -144,15 +141,11 @@ def measure(run: Run) -> tuple[list[Section], str]:
         overhead(rounds.took, rounds.sidecar_cpu),
         short_prompts(rounds.short),
     ]
-    return sections, others.remark
-
-
-def described(machine: str) -> str:
-    """Return the section's first paragraph."""
-    return (
-        f"{machine} vLLM {NEWEST_VLLM} on the CPU, bf16, {OMP_THREADS} OpenMP thread."
+    machine = (
+        f"{MACHINE} vLLM {NEWEST_VLLM} on the CPU, bf16, {OMP_THREADS} OpenMP thread."
         f" Medians of {ROUNDS} rounds."
     )
+    return Findings(sections, [others.remark], machine)
 
 
 # --- Tables ---------------------------------------------------------------------------------------

@@ -15,24 +15,23 @@ REST_S = 0.001
 
 
 class Watch:
-    """Stands before the stores of a worker's side of the connector: takes their time, and lets them
-    through or not.
+    """Stands before the stores of a worker's connector: takes their time, and lets them through or
+    not.
     """
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, connector: Any) -> None:
         self.is_on = True
         self.seconds = self.cpu_seconds = 0.0
-        self._store = worker.store
-        worker.store = self._watched
+        self._save = connector.wait_for_save
+        connector.wait_for_save = self._watched
 
-    def _watched(self, *args: Any) -> Any:
+    def _watched(self) -> None:
         if not self.is_on:
-            return None
+            return
         began, cpu_began = time.perf_counter(), time.process_time()
-        answer = self._store(*args)
+        self._save()
         self.seconds += time.perf_counter() - began
         self.cpu_seconds += time.process_time() - cpu_began
-        return answer
 
 
 class TimedChild(Child):
@@ -82,7 +81,7 @@ class TimedChild(Child):
 
     def watch(self, name: str) -> None:
         """Take the time of the connector's stores from now on."""
-        self._watches[name] = Watch(self._engines[name].worker_connector._worker)
+        self._watches[name] = Watch(self._engines[name].worker_connector)
 
     def switch_stores(self, name: str, is_on: bool) -> None:
         """Choose whether what is computed from now on is stored; `watch` comes first."""

@@ -38,7 +38,7 @@ from lmcache_core.telemetry import Counters
 from tests.bench.child import Child
 from tests.bench.engines import CHUNK_SIZE, make_config, running_store, sidecar_process
 from tests.bench.measure import Run, median_ms, other_load, percentile
-from tests.bench.report import Section
+from tests.bench.report import Findings, Section
 from tests.fixtures.chains import chain_of
 
 NUM_WORKERS = (1, 8)
@@ -89,14 +89,11 @@ class Taken:
         return [max(map(sum, step)) for step in self.steps]
 
 
-def measure(run: Run, directory: Path) -> tuple[Section, str]:
+def measure(run: Run, directory: Path) -> Findings:
     """Measure; takes a minute.
 
     Args:
         directory: For sockets, settings and logs.
-
-    Returns:
-        The table, and a sentence about other load on the machine.
     """
     load = other_load()
     taken = {
@@ -110,7 +107,7 @@ def measure(run: Run, directory: Path) -> tuple[Section, str]:
     remark = f"Other processes used {load:.1f} cores."
     if not all(one.has_priority for one in taken.values()):
         remark += " The scheduler had to wait for processors, which the workers used."
-    return table(taken), remark
+    return Findings([table(taken)], [remark])
 
 
 def take(directory: Path, num_workers: int, num_chunks: int, num_steps: int = NUM_STEPS) -> Taken:

@@ -7,11 +7,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from lmcache_core.concurrency import LoopThread
 from lmcache_core.engine import ChunkStore
 from lmcache_core.keys import ChunkChain
 from lmcache_core.memory import HostMemoryAllocator
@@ -32,7 +33,7 @@ from tests.fixtures.chains import (
     num_loaded,
     store_chunks,
 )
-from tests.fixtures.embedded import hot_of, loop_of, set_lower, until
+from tests.fixtures.embedded import noting_parts, until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.kv import make_config
 from tests.fixtures.scripted_sidecar import UNHURRIED_S
@@ -49,6 +50,7 @@ class Open:
     store: ChunkStore
     hot: LocalCPUBackend
     shelf: Shelf
+    loop: LoopThread | None = None
 
     def keep_on_shelf_alone(self, chain: ChunkChain) -> None:
         keys = keys_by_chunk(chain)
@@ -72,11 +74,11 @@ class Open:
 @contextlib.contextmanager
 def embedded(directory: Path) -> Iterator[Open]:
     allocator, shelf = HostMemoryAllocator(ARENA_BYTES), Shelf()
-    manager = StorageManager(make_config(tier_timeout_s=DEADLINE_S), allocator, Counters())
-    set_lower(manager, [shelf], [shelf])
-    manager.open(lambda salt: None)
+    with noting_parts(lambda tiers: replace(tiers, lower=(shelf,), written=(shelf,))) as parts:
+        manager = StorageManager(make_config(tier_timeout_s=DEADLINE_S), allocator, Counters())
+        manager.open(lambda salt: None)
     try:
-        yield Open(manager, hot_of(manager), shelf)
+        yield Open(manager, parts.hot, shelf, parts.loop)
     finally:
         manager.close()
     until(lambda: allocator.used_bytes == 0, "a reference was not given back")
@@ -210,18 +212,16 @@ def test_an_embedded_store_does_not_need_its_loop_for_what_is_hot(tmp_path: Path
     chain = chain_of(range(4))
     with embedded(tmp_path) as opened:
         store_chunks(opened.store, keys_of_rank(chain, 0))
-        manager = opened.store
-        assert isinstance(manager, StorageManager)
-
         may_end = threading.Event()
 
         async def occupy() -> None:
             may_end.wait()
 
-        occupied = loop_of(manager).submit(occupy())
+        assert opened.loop is not None
+        occupied = opened.loop.submit(occupy())
         try:
-            assert manager.stage("t", [chain]) == Staged(True, (b"\1" * 4,))
-            manager.unstage(["t"])
+            assert opened.store.stage("t", [chain]) == Staged(True, (b"\1" * 4,))
+            opened.store.unstage(["t"])
         finally:
             may_end.set()
         occupied.result(PATIENCE_S)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lmcache_core.record import Chunk, Miss, MissReason
 from lmcache_core.storage.base import StorageBackend
 from lmcache_storage.s3 import create_s3_backend
 from lmcache_storage.s3.backend import S3Backend
-from lmcache_storage.s3.objects import _Pieces
+from lmcache_storage.s3.connections import BucketAnswer
 from lmcache_storage.settings import StorageSettings
 
 from tests.fixtures.s3_server import LISTED_MS, S3Server, running_s3
@@ -117,28 +118,23 @@ class TestS3(ReadingBackendSuite):
         at: int,
         num_wrong: int,
     ) -> None:
-        left = list(range(num_wrong))
+        left, read, num_read = (
+            list(range(num_wrong)),
+            BucketAnswer.readinto,
+            Counter[BucketAnswer](),
+        )
 
-        class Flipping(_Pieces):
-            """Flips one bit of what it reads, as bad memory does."""
-
-            def __init__(self, answer: Any) -> None:
-                super().__init__(answer)
-                self._at = 0
-
-            def fill(
-                self, view: memoryview, saw: Callable[[memoryview], object] | None = None
-            ) -> None:
-                super().fill(view)
-                if left and self._at <= at < self._at + len(view):
-                    view[at - self._at] ^= 1 << left.pop()
-                self._at += len(view)
-                if saw is not None:
-                    saw(view)
+        def flipping(answer: BucketAnswer, view: memoryview) -> int:
+            """Flip one bit of what is read, as bad memory does."""
+            begin, got = num_read[answer], read(answer, view)
+            if left and begin <= at < begin + got:
+                view[at - begin] ^= 1 << left.pop()
+            num_read[answer] += got
+            return got
 
         assert await backend.batched_put([make_chunk("a"), make_chunk("b")]) == [True, True]
         with monkeypatch.context() as patch:
-            patch.setattr("lmcache_storage.s3.objects._Pieces", Flipping)
+            patch.setattr(BucketAnswer, "readinto", flipping)
             [result] = await backend.batched_get([make_key("a")], arena)
         assert result == Miss(MissReason.UNAVAILABLE)
         figures = backend.stats()

@@ -100,6 +100,7 @@ def kv_digest(engine: Engine, num_tokens: int) -> str:
     (request,) = engine.scheduler.requests
     (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids(request)
     blocks = blocks[: num_tokens // cache.block_size]
+    # vLLM's tensors as they were registered: its runner keeps them in other places by release.
     (group,) = engine.worker_connector._worker_side._transfers
     if torch.cuda.is_available():
         torch.cuda.synchronize()

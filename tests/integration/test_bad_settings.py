@@ -107,7 +107,7 @@ def cases() -> Iterator[tuple[str, str]]:
 def test_a_bad_setting_is_refused_in_sentences(
     service: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`_serve` stands for all that comes once settings, files and the address are taken."""
+    """uvicorn's server stands for all that comes once settings, files and the address are taken."""
     for image in ("sidecar_image", "payload_image"):
         if image not in text:
             monkeypatch.setenv(f"LMCACHE_WEBHOOK_{image.upper()}", "i:1")
@@ -117,7 +117,7 @@ def test_a_bad_setting_is_refused_in_sentences(
     err = io.StringIO()
     with (
         mock.patch.object(sys, "argv", [service, "--config", str(tmp_path / "c.yaml")]),
-        mock.patch("lmcache_servicekit.runner._serve", return_value=77),
+        mock.patch("uvicorn.Server.run"),
         redirect_stdout(io.StringIO()),
         redirect_stderr(err),
     ):

@@ -22,9 +22,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lmcache_core.engine import LMCacheEngine
 from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.storage.hot import LocalCPUBackend
-from lmcache_core.storage.manager import MAX_PREFETCHES
+from lmcache_core.token_database import ChunkedTokenDatabase
 
-from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, keys_of, until
+from tests.fixtures.embedded import PATIENT, Embedded, embedded_engine, until
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv
 from tests.fixtures.prompts import CHUNK_BYTES, Prompt, kv_of, mask_of, tokens_of, wanted_pieces
 from tests.fixtures.sidecar import engine_at, running_socket
@@ -48,6 +48,11 @@ class Place:
     def settle(self) -> None:
         """Wait for what goes on in the background."""
 
+    def keys(self, tokens: torch.Tensor) -> list[CacheEngineKey]:
+        """The keys of a prompt's chunks."""
+        database = ChunkedTokenDatabase(self.engine.config, self.engine.metadata)
+        return [key for _, _, key in database.process_tokens(tokens)]
+
     def remove(self, keys: Sequence[CacheEngineKey]) -> None:
         """Forget these chunks in every tier."""
         self.hot.remove_many([ChunkKey.of(DEFAULT_TENANT, key) for key in keys])
@@ -61,10 +66,7 @@ class EmbeddedPlace(Place):
         self._cache = cache
 
     def settle(self) -> None:
-        until(
-            lambda: self._cache.manager._prefetches._value == MAX_PREFETCHES,
-            "a prefetch does not end",
-        )
+        until(lambda: not self._cache.parts.underway, "a prefetch does not end")
         self._cache.drain()
 
     def remove(self, keys: Sequence[CacheEngineKey]) -> None:
@@ -186,7 +188,7 @@ class EngineModel(RuleBasedStateMachine):
     def remove(self, prompt: tuple[Prompt, int], num: int) -> None:
         """The last chunks of a prompt; prompts that share them lose them too."""
         tokens = tokens_of(*prompt)
-        self.opened.remove(keys_of(self.engine, tokens)[-num:])
+        self.opened.remove(self.opened.keys(tokens)[-num:])
         self.stored.difference_update(wanted_pieces(tokens)[-num:])
         pieces = wanted_pieces(tokens)
         assert self.engine.lookup(tokens) <= (len(pieces[-num - 1]) if len(pieces) > num else 0)

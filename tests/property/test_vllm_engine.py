@@ -19,9 +19,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from lmcache_core.sidecar import connection as client_connection
-from lmcache_core.storage.manager import StorageManager
 
-from tests.fixtures.embedded import hot_of
+from tests.fixtures.embedded import noting_parts
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
 from tests.fixtures.scripted_sidecar import UNHURRIED_S
 from tests.fixtures.sidecar import RunningSocket, running_socket
@@ -224,14 +223,11 @@ class _Embedded(EngineMachine):
     shapes, max_examples = ONE_RANK, 40
 
     def open_store(self, room: str) -> dict[str, Any]:
+        self.parts = self.exits.enter_context(noting_parts())
         return embedded(max_local_cpu_size=ARENA_BYTES[room] / (1 << 30))
 
     def hot(self) -> Any:
-        if not self.stores:
-            return None
-        manager = self.stores[0].inner
-        assert isinstance(manager, StorageManager)
-        return hot_of(manager)
+        return self.parts.hot if self.stores else None
 
 
 class _Sidecar(EngineMachine):

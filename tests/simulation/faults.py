@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tests.simulation import inside
 from tests.simulation.cluster import (
     BROKERS,
     LOOKUPS,
@@ -580,9 +581,10 @@ class Faults:
         ]
         node = self._world.nodes.get(name)
         disk = None if node is None else node.tiers.disk
-        held = (
-            {} if disk is None else {disk._layout.record(key): key for key in disk._index._entries}
-        )
+        from lmcache_core.storage.disk.layout import DiskLayout
+
+        layout = DiskLayout(self._cluster.disk_path(name))
+        held = {layout.record(key): key for key in inside.names_on_disk(disk)}
         self._world.network.lose_power(machine)
         for one in names:
             self._signal(one, signal.SIGKILL)

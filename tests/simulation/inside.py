@@ -6,14 +6,14 @@ expired ones. A judge must change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 
-def chunks_in_memory(node: Any) -> Mapping[Any, Any]:
-    """Return the chunks in a node's memory, by key."""
-    chunks: Mapping[Any, Any] = node.stack.hot._chunks
+def chunks_in_memory(hot: Any) -> Mapping[Any, Any]:
+    """Return the chunks of a tier in memory, by key."""
+    chunks: Mapping[Any, Any] = hot._chunks
     return chunks
 
 
@@ -23,20 +23,34 @@ def pinned_chunks(node: Any) -> Mapping[Any, Any]:
     return pins
 
 
-def disk_room(disk: Any) -> Any:
+def store_of(disk: Any) -> Any:
+    """Return the files of a disk tier."""
+    return disk._store
+
+
+def room_of(store: Any) -> Any:
     """Return the books of a disk tier about its files, also those it cannot read."""
-    return disk._store._room
+    return store._room
 
 
-def is_disk_loaded(disk: Any) -> bool:
-    """Return whether a disk tier has read its directory."""
-    return bool(disk._store.is_loaded)
+def names_on_disk(disk: Any) -> Sequence[Any]:
+    """Return the keys of all chunks of a disk tier, also of expired ones. It takes no lock, which a
+    stopped process may hold.
+    """
+    return () if disk is None else list(disk._index._entries)
 
 
-def files_of_disk(disk: Any) -> Iterator[Path]:
+def files_of_disk(disk: Any, root: Path) -> Iterator[Path]:
     """Yield all files that a disk tier knows."""
-    layout, room = disk._layout, disk_room(disk)
+    from lmcache_core.storage.disk.layout import DiskLayout
+
+    layout, room = DiskLayout(root), room_of(store_of(disk))
     yield layout.lock
-    yield from (layout.record(key) for key in disk._index._entries)
+    yield from map(layout.record, names_on_disk(disk))
     for paths in (room.unread, room.damaged, room.doubtful, room.later):
         yield from paths
+
+
+def has_unsent(connection: Any) -> bool:
+    """Return whether an engine's connection to its sidecar has something left to send."""
+    return bool(connection._unsent)

@@ -1,20 +1,22 @@
 """Promises of the product that are judged in each call, whatever faults there are.
 
 Most are about a step inside a call: that a copy is kept before it is acknowledged, that a lift has
-ended before an answer is final. No public door shows such steps, so judges replace inner methods of
-the product's classes, and read what these decide by.
+ended before an answer is final. No public door shows such steps, so judges replace methods of the
+product's classes, also inner ones, for good.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from tests.simulation import disk
+from tests.simulation import disk, inside
 from tests.simulation.threads import SimulatedThread
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ def install(world: World) -> None:
     _keep_what_is_acknowledged(world)
     _serve_what_can_be_read(world)
     _pull_from_peers(world)
-    _keep_peers_that_send(world)
     _wait_for_lifts(world)
     _hold_what_is_offered(world)
     _drop_no_only_copy(world)
@@ -49,11 +50,29 @@ def install(world: World) -> None:
     _end_threads_of_recovery(world)
 
 
+def instead_of(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replace a method by the decorated function, which gets it as its first argument."""
+    method = getattr(owner, name)
+
+    def replace(judge: Callable[..., Any]) -> None:
+        def judged(*args: Any, **options: Any) -> Any:
+            return judge(method, *args, **options)
+
+        setattr(owner, name, judged)
+
+    return replace
+
+
+def _process(world: World) -> Process:
+    """Return the process that runs."""
+    assert world.kernel.process is not None
+    return world.kernel.process
+
+
 @contextlib.contextmanager
 def _limited(world: World, what: str, limit_s: float) -> Iterator[None]:
     """Complain if the block lasts longer; time in which its process was paused does not count."""
-    process = world.kernel.process
-    assert process is not None
+    process = _process(world)
     began, paused_s = world.kernel.now, process.paused_s
     try:
         yield
@@ -69,44 +88,40 @@ def _end_in_time(world: World) -> None:
     from lmcache_core.storage.guard import Guard
     from lmcache_node.drain import NodeDrain
 
-    attempt, drain = Guard._attempt, NodeDrain._drain
-
+    @instead_of(Guard, "_attempt")
     @contextlib.asynccontextmanager
     async def attempt_judged(
-        guard: Any, operation: Any, keys: Any, limit_s: float
+        attempt: Any, guard: Any, operation: Any, keys: Any, limit_s: float
     ) -> AsyncIterator[Any]:
         with _limited(world, f"{operation} of {guard.name}", limit_s + LATE_S):
             async with attempt(guard, operation, keys, limit_s) as one:
                 yield one
 
-    async def drain_judged(node: Any, *args: Any) -> None:
-        with _limited(world, "a drain", node._timeout_s + LATE_DRAIN_S):
-            await drain(node, *args)
-
-    Guard._attempt = attempt_judged  # type: ignore[method-assign, assignment]
-    NodeDrain._drain = drain_judged  # type: ignore[method-assign]
+    @instead_of(NodeDrain, "_drain")
+    async def drain_judged(drain: Any, *args: Any) -> None:
+        settings = world.nodes[_process(world).name].settings
+        with _limited(world, "a drain", settings.drain_timeout_s + LATE_DRAIN_S):
+            await drain(*args)
 
 
 def _answer_for_each(world: World) -> None:
     """A tier says something about each chunk that it is asked for or given."""
     from lmcache_core.storage.guard import Guard
 
-    def judged(name: str, call: Any) -> Any:
-        async def call_judged(guard: Any, items: Sequence[Any], *args: Any, **options: Any) -> Any:
-            process = world.kernel.process
-            assert process is not None
-            results = await call(guard, items, *args, **options)
-            if len(results) != len(items):
-                world.complaints.append(
-                    f"{process.name}: {name} of {guard.name} answers {len(results)} times for"
-                    f" {len(items)} chunks"
-                )
-            return results
-
-        return call_judged
+    async def judged(
+        call: Any, guard: Any, items: Sequence[Any], *args: Any, **options: Any
+    ) -> Any:
+        process = _process(world)
+        results = await call(guard, items, *args, **options)
+        if len(results) != len(items):
+            world.complaints.append(
+                f"{process.name}: {call.__name__} of {guard.name} answers {len(results)} times for"
+                f" {len(items)} chunks"
+            )
+        return results
 
     for name in ("batched_contains", "batched_get", "batched_put"):
-        setattr(Guard, name, judged(name, getattr(Guard, name)))
+        instead_of(Guard, name)(judged)
 
 
 def _announce_what_is_held(world: World) -> None:
@@ -114,63 +129,72 @@ def _announce_what_is_held(world: World) -> None:
     from lmcache_core.lookup import InstanceReporter
     from lmcache_core.storage.announcer import TierAnnouncer
 
-    stored, announce = TierAnnouncer.stored, InstanceReporter.stored
+    tiers_of = WeakKeyDictionary[Any, dict[str, Any]]()
     has_key = True
 
-    def stored_judged(announcer: Any, key: Any, tier: str, num_bytes: int) -> None:
+    @instead_of(TierAnnouncer, "connect")
+    def connect_noted(connect: Any, announcer: Any, reporter: Any, tiers: Sequence[Any]) -> None:
+        tiers_of[announcer] = {tier.name: tier for tier in tiers}
+        connect(announcer, reporter, tiers)
+
+    @instead_of(TierAnnouncer, "stored")
+    def stored_judged(stored: Any, announcer: Any, key: Any, tier: str, num_bytes: int) -> None:
         nonlocal has_key
-        of = announcer._tiers.get(tier)
+        of = tiers_of.get(announcer, {}).get(tier)
         has_key = of is None or of.contains_now([key])[0]
         stored(announcer, key, tier, num_bytes)
         has_key = True
 
-    def announce_judged(reporter: Any, chunk_id: bytes, tier: str, *args: Any) -> None:
-        process = world.kernel.process
-        assert process is not None
+    @instead_of(InstanceReporter, "stored")
+    def announce_judged(announce: Any, reporter: Any, chunk_id: Any, tier: str, *args: Any) -> None:
         if not has_key:
-            world.complaints.append(f"{process.name}: announces a chunk that its {tier} lacks")
+            name = _process(world).name
+            world.complaints.append(f"{name}: announces a chunk that its {tier} lacks")
         announce(reporter, chunk_id, tier, *args)
-
-    TierAnnouncer.stored = stored_judged  # type: ignore[method-assign]
-    InstanceReporter.stored = announce_judged  # type: ignore[method-assign]
 
 
 def _keep_what_is_synced(world: World) -> None:
     """A chunk that is stored with `disk_fsync` outlives a power cut. The fault that cuts the power
     looks for what is noted here.
     """
+    from lmcache_core.record import Miss
     from lmcache_core.storage.disk.files import DiskFiles
+    from lmcache_core.storage.disk.layout import DiskLayout
     from lmcache_core.storage.disk.store import DiskStore
 
-    write, unlink, synced = DiskStore.write, DiskFiles.unlink, world.synced
+    synced, writing = world.synced, Counter[tuple[Any, str]]()
 
-    def write_synced(store: Any, chunk: Any) -> bool:
-        process = world.kernel.process
-        assert process is not None
+    @instead_of(DiskStore, "write")
+    def write_synced(write: Any, store: Any, chunk: Any) -> bool:
+        process = _process(world)
+        node = world.nodes.get(process.name)
+        if node is None:  # an engine with tiers of its own, which never syncs
+            return bool(write(store, chunk))
         of_machine = synced.setdefault(process.machine.name, set())
-        path = str(store._layout.record(chunk.key))
-        if store._index.wants(chunk.key, chunk.lossy):
+        path = str(DiskLayout(Path(node.settings.disk_path)).record(chunk.key))
+        [held] = node.tiers.disk.peek_many([chunk.key])
+        if isinstance(held, Miss) or (held.lossy and not chunk.lossy):
             of_machine.discard(path)
-        is_kept = write(store, chunk)
-        if is_kept and store._fsync:
+        writing[process, path] += 1
+        try:
+            is_kept = bool(write(store, chunk))
+        finally:
+            writing[process, path] -= 1
+        if is_kept and node.settings.disk_fsync:
             of_machine.add(path)
             device = world.files.disks[process.machine.name]
             # Another write may have replaced the file meanwhile, or removed it.
-            is_alone = all(one.key != chunk.key for one in store._writing)
+            is_alone = not writing[process, path]
             if is_alone and device.has(path) and device.would_lose(path):
                 world.complaints.append(
                     f"{process.name}: has stored {path}, which a power cut would lose"
                 )
         return is_kept
 
-    def unlink_synced(disk_files: Any, path: Path) -> None:
-        process = world.kernel.process
-        assert process is not None
-        synced.get(process.machine.name, set()).discard(str(path))
+    @instead_of(DiskFiles, "unlink")
+    def unlink_synced(unlink: Any, disk_files: Any, path: Path) -> None:
+        synced.get(_process(world).machine.name, set()).discard(str(path))
         unlink(disk_files, path)
-
-    DiskStore.write = write_synced  # type: ignore[method-assign]
-    DiskFiles.unlink = unlink_synced  # type: ignore[method-assign]
 
 
 def _keep_what_is_acknowledged(world: World) -> None:
@@ -183,48 +207,45 @@ def _keep_what_is_acknowledged(world: World) -> None:
     from lmcache_core.wire.server import LmSession
     from lmcache_sidecar.socket.session import EngineSession
 
-    commit, keep, put = EngineSession._commit, LmSession._keep, TierStack.batched_put
     kept_of: ContextVar[dict[Any, bool]] = ContextVar("kept_of")
 
-    async def put_noted(stack: Any, chunks: Sequence[Any], *args: Any) -> Any:
+    @instead_of(TierStack, "batched_put")
+    async def put_noted(put: Any, stack: Any, chunks: Sequence[Any], *args: Any) -> Any:
         results = await put(stack, chunks, *args)
         kept_of.get({}).update(zip([chunk.key for chunk in chunks], results, strict=True))
         return results
 
-    async def commit_judged(session: Any, request: Any) -> Any:
-        process, context = world.kernel.process, session._context
-        assert process is not None
+    @instead_of(EngineSession, "_commit")
+    async def commit_judged(commit: Any, session: Any, request: Any) -> Any:
+        process = _process(world)
+        context = world.socket_servers[process.name].context
         kept: dict[Any, bool] = {}
         kept_of.set(kept)
         answer = await commit(session, request)
-        hot = context.stack.hot
+        in_memory = inside.chunks_in_memory(context.stack.hot)
         _, acknowledged = world.acknowledged.setdefault(process, (context, {}))
         for (_, head), is_stored in zip(request.items, answer.present, strict=True):
             if is_stored:
                 key = ChunkKey.of(context.tenant, decode_head(head)[0].engine_key())
                 if not kept.get(key):
                     world.complaints.append(f"{process.name}: acknowledges what it does not keep")
-                if (chunk := hot._chunks.get(key)) is not None:
+                if (chunk := in_memory.get(key)) is not None:
                     acknowledged[key] = chunk
         return answer
 
-    async def keep_judged(session: Any, *args: Any) -> Any:
-        process, kept = world.kernel.process, list[bool]()
-        assert process is not None
+    @instead_of(LmSession, "_keep")
+    async def keep_judged(keep: Any, *args: Any) -> Any:
+        process, kept = _process(world), list[bool]()
         *before, store = args
 
         async def store_noted(chunk: Any) -> bool:
             kept.append(await store(chunk))
             return kept[-1]
 
-        answer = await keep(session, *before, store_noted)
+        answer = await keep(*before, store_noted)
         if answer.stored and kept != [True]:
             world.complaints.append(f"{process.name}: acknowledges what it does not keep")
         return answer
-
-    TierStack.batched_put = put_noted  # type: ignore[method-assign, assignment]
-    EngineSession._commit = commit_judged  # type: ignore[method-assign]
-    LmSession._keep = keep_judged  # type: ignore[method-assign]
 
 
 def check_journal(world: World, process: Process) -> None:
@@ -238,12 +259,12 @@ def check_journal(world: World, process: Process) -> None:
     journal = None if context is None else context.journal
     if journal is None or not journal.is_recording:
         return
-    begin, found = journal._begin, set[tuple[int, bytes]]()
+    arena, found = context.arena, set[tuple[int, bytes]]()
     with contextlib.suppress(FileNotFoundError, JournalError):  # then nothing is recovered
-        data = disk.content(str(journal._directory / FILE_NAME))
-        extents = replay(read_entries(data), begin.arena_bytes, begin.inode)
+        data = disk.content(str(arena.path.parent / FILE_NAME))
+        extents = replay(read_entries(data), arena.size, arena.inode)
         found.update((entry.offset, with_padding(entry.head)) for entry in extents.committed)
-    held = context.stack.hot._chunks
+    held = inside.chunks_in_memory(context.stack.hot)
     lost = [
         key
         for key, chunk in acknowledged.items()
@@ -260,57 +281,67 @@ def _serve_what_can_be_read(world: World) -> None:
     """A file whose payload was unreadable is served again only once it can be read."""
     from lmcache_core.storage.disk.store import DiskStore
 
-    look_again = DiskStore.look_again
-
-    def look_again_judged(store: Any) -> bool:
-        process = world.kernel.process
-        assert process is not None
-        before = {path for path, why in store._room.unread.items() if why.needs_payload}
-        has_more = look_again(store)
+    @instead_of(DiskStore, "look_again")
+    def look_again_judged(look_again: Any, store: Any) -> bool:
+        process, room = _process(world), inside.room_of(store)
+        before = {path for path, why in room.unread.items() if why.needs_payload}
+        has_more = bool(look_again(store))
         disk = world.files.disks[process.machine.name]
-        for path in sorted(before - store._room.unread.keys()):
+        for path in sorted(before - room.unread.keys()):
             if disk.has(str(path)) and disk.is_broken(str(path)):
                 world.complaints.append(f"{process.name}: serves {path.name}, which is unreadable")
         return has_more
 
-    DiskStore.look_again = look_again_judged  # type: ignore[method-assign]
-
 
 def _pull_from_peers(world: World) -> None:
-    """A pull ends when everything has arrived, and figures count the peers that failed."""
-    from lmcache_core.p2p.pull import PeerPull
+    """A pull ends when everything has arrived, figures count the peers that failed, and a peer is
+    abandoned only if it sends nothing.
+    """
+    from lmcache_core.p2p.pull import STALL_SHARE, PeerPull, PulledBytes
     from lmcache_core.record import Chunk
 
-    run, take = PeerPull.run, PeerPull._take
-    kernel, arrived_s = world.kernel, dict[Any, float]()
+    kernel = world.kernel
     running = dict[Any, set[Any]]()
     in_company = set[Any]()
+    made_of = WeakKeyDictionary[Any, tuple[Any, dict[str, int], float, float]]()
+    arrived_s: ContextVar[list[float]] = ContextVar("arrived_s")
 
-    def take_noted(pull: Any, *args: Any) -> None:
-        take(pull, *args)
-        if all(isinstance(pull._results[place], Chunk) for place in pull._places.values()):
-            arrived_s.setdefault(pull, kernel.now)
+    @instead_of(PeerPull, "__init__")
+    def init_noted(
+        init: Any, pull: Any, parts: Any, keys: Any, holders: Any, allocate: Any, deadline: float
+    ) -> None:
+        init(pull, parts, keys, holders, allocate, deadline)
+        places = {key.key.chunk_id().hex(): i for i, key in enumerate(keys[: len(holders)])}
+        stall_s = max(0.0, deadline - kernel.now) * STALL_SHARE
+        made_of[pull] = parts, places, deadline, stall_s
 
-    async def run_judged(pull: Any, assignments: Sequence[Any]) -> Any:
-        process, parts = kernel.process, pull._parts
-        assert process is not None
+    @instead_of(PulledBytes, "add")
+    def add_noted(add: Any, *args: Any) -> None:
+        arrived_s.get([]).append(kernel.now)
+        add(*args)
+
+    @instead_of(PeerPull, "run")
+    async def run_judged(run: Any, pull: Any, assignments: Sequence[Any]) -> Any:
+        process, (parts, places, *_) = _process(world), made_of[pull]
         pulls = running.setdefault(parts.peers, set())
         pulls.add(pull)
         if len(pulls) > 1:
             in_company.update(pulls)
         num_pulls, num_failed = parts.figures.pulls, parts.figures.failed_pulls
         paused_s = process.paused_s
+        arrived_s.set([])
         try:
             results = await run(pull, assignments)
         finally:
             pulls.discard(pull)
             is_alone = pull not in in_company
             in_company.discard(pull)
-            last_s = arrived_s.pop(pull, kernel.now)
-        asked = {pull._places[chunk] for one in assignments for chunk in one.chunk_ids}
+        asked = {places[chunk] for one in assignments for chunk in one.chunk_ids}
         is_whole = all(isinstance(results[place], Chunk) for place in asked)
-        late_s = kernel.now - last_s - (process.paused_s - paused_s)
-        if is_whole and late_s > PULLED_S:
+        has_all = all(isinstance(results[place], Chunk) for place in places.values())
+        late_s = kernel.now - arrived_s.get()[-1] if has_all and arrived_s.get() else 0.0
+        late_s -= process.paused_s - paused_s
+        if late_s > PULLED_S:
             world.complaints.append(
                 f"{process.name}: a pull lasted {late_s:.1f} s longer than its chunks took"
             )
@@ -321,53 +352,36 @@ def _pull_from_peers(world: World) -> None:
             )
         return results
 
-    PeerPull._take = take_noted  # type: ignore[method-assign]
-    PeerPull.run = run_judged  # type: ignore[method-assign]
-
-
-def _keep_peers_that_send(world: World) -> None:
-    """A peer is abandoned only if it sends nothing."""
-    from lmcache_core.p2p.pull import PeerPull
-
-    judge = PeerPull._judge
-
-    async def judge_judged(pull: Any, share: Any) -> None:
-        process, late_at = world.kernel.process, share.moved + pull._stall_s
-        assert process is not None
-        if share.open and share.work.cancelled() and pull._now() < min(late_at, pull._deadline):
+    @instead_of(PeerPull, "_judge")
+    async def judge_judged(judge: Any, pull: Any, share: Any) -> None:
+        process, (*_, deadline, stall_s) = _process(world), made_of[pull]
+        late_at = min(share.moved + stall_s, deadline)
+        if share.open and share.work.cancelled() and kernel.now < late_at:
             world.complaints.append(
                 f"{process.name}: abandons a peer with {len(share.open)} missing chunks"
             )
         await judge(pull, share)
-
-    PeerPull._judge = judge_judged  # type: ignore[method-assign]
 
 
 def _wait_for_lifts(world: World) -> None:
     """An answer about chunks is final only when no more of them are being lifted."""
     from lmcache_core.storage.staging import Stager
 
-    lift_block = Stager._lift_block
-
-    async def lift_block_judged(stager: Any, ticket: Any, *args: Any) -> None:
-        process = world.kernel.process
-        assert process is not None
+    @instead_of(Stager, "_lift_block")
+    async def lift_block_judged(lift_block: Any, stager: Any, ticket: Any, *args: Any) -> None:
+        process = _process(world)
         await lift_block(stager, ticket, *args)
         if ticket.is_ready:
             world.complaints.append(f"{process.name}: says all about chunks while it lifts some")
-
-    Stager._lift_block = lift_block_judged  # type: ignore[method-assign]
 
 
 def _hold_what_is_offered(world: World) -> None:
     """Each chunk that a ticket says to be there is held for it, that of every rank."""
     from lmcache_core.storage.staging import StageTicket
 
-    staged = StageTicket.staged
-
-    def staged_judged(ticket: Any) -> Any:
-        process, held = world.kernel.process, {chunk.key for chunk in ticket.held}
-        assert process is not None
+    @instead_of(StageTicket, "staged")
+    def staged_judged(staged: Any, ticket: Any) -> Any:
+        process, held = _process(world), {chunk.key for chunk in ticket.held}
         for chain in ticket.chains if not ticket.is_over else ():
             there = [number for number, tier in enumerate(chain.tiers) if tier]
             missing = set(chain.names_of(there) if there else ()) - held
@@ -377,20 +391,16 @@ def _hold_what_is_offered(world: World) -> None:
                 )
         return staged(ticket)
 
-    StageTicket.staged = staged_judged  # type: ignore[method-assign]
-
 
 def _drop_no_only_copy(world: World) -> None:
     """A storage drops what it has moved only if another one has it."""
     from lmcache_storage.handover.mover import Mover
     from lmcache_storage.served_store import Departures
 
-    still_home, forget = Mover.still_home, Departures.forget
     held: dict[str, set[Any]] = {}
 
     def name_and_held() -> tuple[str, set[Any]]:
-        process = world.kernel.process
-        assert process is not None
+        process = _process(world)
         others = [
             node
             for name, node in world.nodes.items()
@@ -400,22 +410,21 @@ def _drop_no_only_copy(world: World) -> None:
             key
             for node in others
             for disk in [node.tiers.disk]
-            for key in (*node.stack.hot._chunks, *(() if disk is None else disk._index._entries))
+            for key in (*inside.chunks_in_memory(node.stack.hot), *inside.names_on_disk(disk))
         }
 
-    async def still_home_noted(mover: Any, keys: Any) -> Any:
+    @instead_of(Mover, "still_home")
+    async def still_home_noted(still_home: Any, mover: Any, keys: Any) -> Any:
         name, held[name] = name_and_held()
         return await still_home(mover, keys)
 
-    async def forget_judged(departures: Any, keys: Sequence[Any], remove: Any) -> None:
+    @instead_of(Departures, "forget")
+    async def forget_judged(forget: Any, departures: Any, keys: Sequence[Any], remove: Any) -> None:
         name, held_now = name_and_held()
         num_lost = len(set(keys) - held_now - held.pop(name, set()))
         if num_lost:
             world.complaints.append(f"{name}: drops {num_lost} chunks that no other storage has")
         await forget(departures, keys, remove)
-
-    Mover.still_home = still_home_noted  # type: ignore[method-assign]
-    Departures.forget = forget_judged  # type: ignore[method-assign]
 
 
 def _send_what_is_asked(world: World) -> None:
@@ -424,26 +433,21 @@ def _send_what_is_asked(world: World) -> None:
     """
     from lmcache_core.sidecar.connection import SidecarConnection
 
-    next_frame = SidecarConnection._next_frame
-
-    def next_frame_judged(connection: Any, socket: Any, deadline: float) -> Any:
-        process = world.kernel.process
-        assert process is not None
-        if connection._unsent and world.kernel.now < deadline - SENT_S:
-            world.complaints.append(f"{process.name}: awaits the answer to an unsent question")
+    @instead_of(SidecarConnection, "_next_frame")
+    def next_frame_judged(next_frame: Any, connection: Any, socket: Any, deadline: float) -> Any:
+        if inside.has_unsent(connection) and world.kernel.now < deadline - SENT_S:
+            name = _process(world).name
+            world.complaints.append(f"{name}: awaits the answer to an unsent question")
         return next_frame(connection, socket, deadline)
-
-    SidecarConnection._next_frame = next_frame_judged  # type: ignore[method-assign]
 
 
 def _start_few_threads(world: World) -> None:
     """A thread is started again only when it has ended."""
-    start = SimulatedThread.start
     started: dict[tuple[int, object], SimulatedThread] = {}
 
-    def start_judged(thread: SimulatedThread) -> None:
-        process, target = world.kernel.process, thread._target  # type: ignore[attr-defined]
-        assert process is not None
+    @instead_of(SimulatedThread, "start")
+    def start_judged(start: Any, thread: Any) -> None:
+        process, target = _process(world), thread._target
         if inspect.ismethod(target):
             which = id(target.__self__), target.__func__
             if which in started and started[which].is_alive():
@@ -451,21 +455,15 @@ def _start_few_threads(world: World) -> None:
             started[which] = thread
         start(thread)
 
-    SimulatedThread.start = start_judged  # type: ignore[method-assign]
-
 
 def _end_threads_of_recovery(world: World) -> None:
     """The threads that check what is in an arena end with the checks."""
     from lmcache_sidecar.arena.recovery import ArenaRecovery
 
-    run = ArenaRecovery.run
-
-    async def run_judged(recovery: Any, *args: Any) -> None:
+    @instead_of(ArenaRecovery, "run")
+    async def run_judged(run: Any, recovery: Any, *args: Any) -> None:
         await run(recovery, *args)
-        process = world.kernel.process
-        assert process is not None
+        process = _process(world)
         left = [name for name in world.kernel.threads(process) if name.startswith("lmcache-recov")]
         if left:
             world.complaints.append(f"{process.name}: keeps {left} after it has checked its arena")
-
-    ArenaRecovery.run = run_judged  # type: ignore[method-assign]

@@ -333,7 +333,7 @@ class Scenario:
         """Check the bytes on a disk; no file that cannot be read is removed to make room."""
         if not self._has_read_disk(name):
             return
-        room = inside.disk_room(self._world.nodes[name].tiers.disk)
+        room = inside.room_of(inside.store_of(self._world.nodes[name].tiers.disk))
         limit = max(self.cluster.disk_bytes(name), room.unread_bytes)
         used = self._world.files.disks[name].used_bytes(self.cluster.disk_path(name))
         if used > limit * DISK_SLACK:
@@ -391,7 +391,7 @@ class Scenario:
             node, process = self._running(name), self.cluster.processes[name]
             if node is None or process.is_paused:
                 continue
-            served = inside.chunks_in_memory(node)
+            served = inside.chunks_in_memory(node.stack.hot)
             unserved: set[tuple[object, ...]] = {
                 (process.pid, process.paused_s, pin.ends_at, key)
                 for key, pin in inside.pinned_chunks(node).items()
@@ -412,7 +412,8 @@ class Scenario:
                     (key.tenant, key.key.chunk_id().hex()) for key, _ in tier.held()
                 )
             node = self._running(name)
-            chunks = [] if node is None else list(inside.chunks_in_memory(node).values())
+            hot = None if node is None else node.stack.hot
+            chunks = [] if hot is None else list(inside.chunks_in_memory(hot).values())
             for chunk in chunks:
                 try:
                     if chunk.is_sealed:
@@ -428,9 +429,9 @@ class Scenario:
         node, disk = self._running(name), self._world.files.disks[name]
         if node is None or node.tiers.disk is None:
             return False
-        unread = inside.disk_room(node.tiers.disk).unread
-        is_loaded = inside.is_disk_loaded(node.tiers.disk)
-        return is_loaded and not any(disk.is_folder(str(path)) for path in unread)
+        store = inside.store_of(node.tiers.disk)
+        unread = inside.room_of(store).unread
+        return bool(store.is_loaded) and not any(disk.is_folder(str(path)) for path in unread)
 
     def _running(self, name: str) -> Any:
         """Return the `Node` of a process that runs; None while there is none."""
@@ -789,8 +790,8 @@ class Scenario:
         if not self._has_read_disk(name):
             return
         tier, disk = self._world.nodes[name].tiers.disk, self._world.files.disks[name]
-        known = {str(path) for path in inside.files_of_disk(tier)}
         root = self.cluster.disk_path(name)
+        known = {str(path) for path in inside.files_of_disk(tier, root)}
         if stray := sorted(path for path in disk.paths(root) if path not in known):
             self._complain(f"{name} has {len(stray)} files that its tier forgot, as {stray[0]}")
 
@@ -812,7 +813,10 @@ class Scenario:
     def _check_memory(self, name: str) -> None:
         """Check that all memory in use is that of chunks that are served."""
         node = self._world.nodes[name]
-        used, chunks = node.stack.hot.stats()["arena_used_bytes"], inside.chunks_in_memory(node)
+        used, chunks = (
+            node.stack.hot.stats()["arena_used_bytes"],
+            inside.chunks_in_memory(node.stack.hot),
+        )
         held = sum(chunk.memory.metadata.phy_size for chunk in chunks.values())
         if used != held:
             self._complain(f"{name} uses {used} bytes of memory for {held} bytes of chunks")

@@ -38,6 +38,7 @@ from tests.fixtures.vllm_engine.worlds import embedded, make_model, with_sidecar
 from tests.simulation.cluster import worker_name
 from tests.simulation.engines import SimulatedEngine
 from tests.simulation.kernel import Kernel, Process, Thread
+from tests.simulation.promises import instead_of
 from tests.simulation.routers import Router
 
 SHARED_TOKENS = (HEAD_CHUNKS + BRANCH_CHUNKS) * CHUNK_SIZE
@@ -90,7 +91,7 @@ def _connector() -> ModuleType:
     module = _opened.enter_context(imported_connector())
     from lmcache_core.integrations.vllm.worker import WorkerSide
 
-    result, open_store = WorkerSide._result, module.open_store
+    open_store, scheduler_side = module.open_store, module.SchedulerSide
 
     def open_wrapped(*args: Any) -> Any:
         # For good: engines that begin at the same time would undo each other's replacement.
@@ -98,7 +99,12 @@ def _connector() -> ModuleType:
         opened.store = _Store(opened.store, _clients[os.getpid()])
         return opened
 
-    def result_judged(side: Any, load: Any, first_bad: int | None) -> Any:
+    def scheduler_noted(options: Any, groups: Any, identity: Any, store: Any, namer: Any) -> Any:
+        _clients[os.getpid()].named_by = groups, identity, namer
+        return scheduler_side(options, groups, identity, store, namer)
+
+    @instead_of(WorkerSide, "_result")
+    def result_judged(result: Any, side: Any, load: Any, first_bad: int | None) -> Any:
         """Blocks before the first chunk that is missing are not reported."""
         found, books = result(side, load, first_bad), _clients[os.getpid()]
         block_size = books.engine.shape.block_size
@@ -107,8 +113,8 @@ def _connector() -> ModuleType:
             books.engine.faults.append(f"error: {len(loaded)} loaded blocks count as missing")
         return found
 
-    WorkerSide._result = result_judged  # type: ignore[method-assign]
     module.open_store = open_wrapped  # type: ignore[attr-defined]
+    module.SchedulerSide = scheduler_noted  # type: ignore[attr-defined]
     return module
 
 
@@ -120,11 +126,13 @@ class _Books:
         engine: The engine.
         kept: Chunks that are kept for requests, each its group and its hash, by ticket.
         loaded: How many chunks each thread has loaded last.
+        named_by: Groups, identity and namer of the connector's scheduler; None: it has none.
     """
 
     engine: SimulatedEngine
     kept: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     loaded: dict[int, int] = field(default_factory=dict)
+    named_by: tuple[Any, Any, Any] | None = None
 
     def keeps(self, request_id: str, group: str, hashes: Sequence[str]) -> bool:
         """Return whether the store keeps these chunks of a group for a request."""
@@ -429,9 +437,9 @@ class VllmClient:
         )
         # What the connector cannot see: with it, a hit across tenants is wrong KV.
         engine.model.weights += f" of {cluster.tenant_of(node)}"
-        side = engine.connector._scheduler
         has_router = cluster.world.pace.has_routers and not self._simulated.is_embedded
-        self._router = Router(extra, side) if has_router and side is not None else None
+        named_by = self.books.named_by if has_router else None
+        self._router = None if named_by is None else Router(extra, *named_by)
         self._time_calls(engine.connector)
         return engine
 
@@ -466,7 +474,7 @@ class VllmClient:
     def _poison(self, worker: Worker) -> None:
         """Overwrite what the loads of a step must replace, and check that the store keeps it."""
         faults, size = self._simulated.faults, self._simulated.shape.block_size
-        groups = worker.side._groups
+        groups = () if self.books.named_by is None else self.books.named_by[0]
         for load in worker.connector._get_connector_metadata().loads:
             for run in load.runs:
                 hashes = [run.hashes[i : i + 32].hex() for i in range(0, len(run.hashes), 32)]

@@ -36,8 +36,8 @@ class Sabotage:
     def __enter__(self) -> Sabotage:
         from lmcache_core.sidecar import SidecarConnection
 
+        # A relay would see frames, not the moment between a question and what follows from it.
         send, accept = SidecarConnection._send, SidecarConnection._accept
-
         names: dict[Any, str] = {}
 
         def sent(connection: SidecarConnection, request: Any, *args: Any) -> Any:

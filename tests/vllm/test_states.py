@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_core.integrations.vllm.worker import WorkerSide
+from lmcache_core.engine.transfer import KVTransfer
 from lmcache_core.sidecar import SidecarChunkStore
 from vllm import SamplingParams
 
@@ -155,15 +155,16 @@ def test_without_its_state_an_answer_is_another(
     """So a state that is lost or wrong does not go unnoticed by these tests."""
     sidecar = world.sidecar()
     ask = Ask(prompt(96, GATED.length))
-    load_run = WorkerSide._load_run
+    load = KVTransfer.load
 
-    def load_attention(side: WorkerSide, run: Any, *others: Any) -> int | None:
-        return None if side._groups[run.group].is_state else load_run(side, run, *others)
+    def load_attention(transfer: KVTransfer, named: Any, *others: Any) -> int:
+        is_state = "state" in named[0][2].group
+        return len(named) if is_state else load(transfer, named, *others)
 
     with running_engine(GATED.options(world)) as first:
         first.ask(ask)
         await_calm(sidecar)
-    monkeypatch.setattr(WorkerSide, "_load_run", load_attention)
+    monkeypatch.setattr(KVTransfer, "load", load_attention)
     with running_engine(GATED.options(world)) as second:
         wrong = second.ask(ask)
         assert wrong.num_cached == GATED.whole(GATED.length)

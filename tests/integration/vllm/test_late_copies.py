@@ -174,7 +174,7 @@ def test_what_was_copied_from_overwritten_blocks_is_not_published(
         while not request.computed:
             engine.step()
         assert begun.wait(PATIENCE_S)
-        engine.workers[0].connector._worker_side._store_threads.before_overwriting(None)
+        engine.workers[0].stores.before_overwriting(None)
         gate.set()
         engine.run()
         assert counted(engine, STORED_CHUNKS_TOTAL) == 0

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from tests.bench import mlperf
 from tests.bench.mlperf import TierBackend
+from tests.suites.chunks import held_keys
 
 KV = np.arange(2 * 5 * 7, dtype=np.float16).reshape(2, 5, 7)
 
@@ -30,15 +31,22 @@ class SharedTier(LocalCPUBackend):
 
 
 @pytest.fixture(params=["memory", "disk", "shared"])
+def memory(request: pytest.FixtureRequest) -> LocalCPUBackend:
+    kind = SharedTier if request.param == "shared" else LocalCPUBackend
+    return kind(HostMemoryAllocator(1 << 20), create_policy())
+
+
+@pytest.fixture
 def backend(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    memory: LocalCPUBackend,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[TierBackend]:
     monkeypatch.setattr(mlperf, "CHUNK_BYTES", 64)  # several chunks an entry, the last a part
     loop = LoopThread("mlperf")
     loop.open()
-    kind = SharedTier if request.param == "shared" else LocalCPUBackend
-    memory = kind(HostMemoryAllocator(1 << 20), create_policy())
-    tier = DiskBackend(tmp_path, 1 << 20) if request.param == "disk" else memory
+    tier = DiskBackend(tmp_path, 1 << 20) if "disk" in request.node.name else memory
     loop.run(tier.open(), 60)
     yield TierBackend(loop, memory, tier, SimpleNamespace)
     loop.run(tier.close(), 60)
@@ -73,7 +81,7 @@ def test_a_tier_takes_the_place_of_a_backend_of_mlperf(backend: TierBackend) -> 
     assert np.array_equal(backend.read("d")[0], KV)
 
 
-def test_damage_is_an_error(backend: TierBackend, tmp_path: Path) -> None:
+def test_damage_is_an_error(backend: TierBackend, memory: LocalCPUBackend, tmp_path: Path) -> None:
     """Not other bytes, as it would be with theirs."""
     backend.write("a", KV)
     files = list(tmp_path.rglob("*.kvr"))
@@ -82,7 +90,7 @@ def test_damage_is_an_error(backend: TierBackend, tmp_path: Path) -> None:
         raw[-1] ^= 1
         file.write_bytes(raw)
     if not files:
-        [chunk, *_] = backend._memory.get_many(backend._entries["a"][2])
+        [chunk, *_] = memory.get_many(held_keys(memory))
         assert chunk is not None
         chunk.memory.byte_array[0] ^= 1
         chunk.release()
