@@ -97,8 +97,11 @@ class Wishes:
         """Return those of a request; values that are neither true nor false are counted, and
         ignored.
         """
-        params, wishes = getattr(request, "kv_transfer_params", None), {}
-        for name in cls.__dataclass_fields__ if isinstance(params, dict) else ():
+        params = getattr(request, "kv_transfer_params", None)
+        wishes = {}
+        if not isinstance(params, dict):
+            return cls()
+        for name in cls.__dataclass_fields__:
             value = params.get(PREFIX + name, False)
             if isinstance(value, bool):
                 wishes[name] = value
