@@ -99,9 +99,10 @@ def _connector() -> ModuleType:
         opened.store = _Store(opened.store, _clients[os.getpid()])
         return opened
 
-    def scheduler_noted(options: Any, groups: Any, identity: Any, store: Any, namer: Any) -> Any:
+    def scheduler_noted(options: Any, groups: Any, identity: Any, *others: Any) -> Any:
+        _, namer, *_ = others
         _clients[os.getpid()].named_by = groups, identity, namer
-        return scheduler_side(options, groups, identity, store, namer)
+        return scheduler_side(options, groups, identity, *others)
 
     @instead_of(WorkerSide, "_result")
     def result_judged(result: Any, side: Any, load: Any, first_bad: int | None) -> Any:
