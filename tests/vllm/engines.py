@@ -212,11 +212,14 @@ class Engine:
         return get_kv_transfer_group()
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's counters and gauges, summed over their labels; and once more for each set of
-        labels but the engine's and the model's.
+        """vLLM's counters, gauges, and counts and sums of histograms, summed over their labels; the
+        first two once more for each set of labels but the engine's and the model's.
         """
         figures: dict[str, float] = {}
         for metric in self.llm.get_metrics():
+            for part in ("count", "sum"):
+                name, more = f"{metric.name}_{part}", getattr(metric, part, 0.0)
+                figures[name] = figures.get(name, 0.0) + more
             value = getattr(metric, "value", None)
             if value is None:
                 continue

@@ -31,6 +31,8 @@ def test_metrics(world: World) -> None:
         )  # another step, after which the figures of the one before have been taken
         grown = growth(before, engine.metrics())
     assert before["vllm:lmcache_stored_chunks"] == 3
+    assert before["vllm:lmcache_store_bytes_sum"] == before["vllm:lmcache_stored_bytes"] > 0
+    assert before["vllm:lmcache_store_seconds_count"] == 1
     assert grown["vllm:prompt_tokens_by_source{source=external_kv_transfer}"] == 3 * CHUNK_SIZE
     assert grown["vllm:lmcache_failed_calls"] == 0
     if release() >= (
@@ -41,6 +43,9 @@ def test_metrics(world: World) -> None:
         assert grown["vllm:lmcache_retrieved_chunks"] == 3
         assert grown["vllm:lmcache_retrieved_tokens"] == 3 * CHUNK_SIZE
         assert grown["vllm:lmcache_retrieved_bytes"] > 0
+        assert grown["vllm:lmcache_load_bytes_sum"] == grown["vllm:lmcache_retrieved_bytes"]
+        assert grown["vllm:lmcache_load_seconds_count"] == 1
+        assert grown["vllm:lmcache_lookup_seconds_count"] == 2
 
 
 def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from lmcache_core.telemetry import (
     MeasuredError,
 )
 from lmcache_core.telemetry.codec_figures import MAX_ERROR, MAX_PROFILES
+from lmcache_core.telemetry.counters import MAX_OBSERVED
 from lmcache_core.telemetry.sparse_log import SparseLog
 
 
@@ -121,3 +122,13 @@ def test_a_kind_of_line_comes_once_in_a_while_and_says_what_was_left_out(
         "client 40",
     ]
     assert len(caplog.records) == 8, "each kind for itself"
+
+
+def test_measurements_are_kept_until_they_are_taken_the_newest_of_many() -> None:
+    counters = Counters()
+    for value in range(MAX_OBSERVED + 2):
+        counters.observe("a", value)
+    counters.observe("b", 0.5)
+    taken = counters.take_observed()
+    assert (taken["a"][0], len(taken["a"]), taken["b"]) == (2, MAX_OBSERVED, [0.5])
+    assert counters.take_observed() == {}

@@ -1,18 +1,23 @@
-"""Thread-safe counters with at most one label."""
+"""Thread-safe counters with at most one label, and single measurements for histograms."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
+from typing import Final
 
 from lmcache_core.forks import enter_children
 
+MAX_OBSERVED: Final = 1024
+"""Measurements of one name that are kept until they are taken: the newest."""
+
 
 class Counters:
-    """A set of counters of one component; values only grow."""
+    """A set of counters of one component, whose values only grow, and what it has measured."""
 
     def __init__(self) -> None:
         self._values: Counter[tuple[str, str]] = Counter()
+        self._observed: dict[str, deque[float]] = {}
         self.enter_child()
         enter_children(self)
 
@@ -31,6 +36,17 @@ class Counters:
         assert amount >= 0, f"{name} cannot decrease by {-amount}"
         with self._lock:
             self._values[name, label] += amount
+
+    def observe(self, name: str, value: float) -> None:
+        """Note a measurement, in the unit that its name ends with."""
+        with self._lock:
+            self._observed.setdefault(name, deque(maxlen=MAX_OBSERVED)).append(value)
+
+    def take_observed(self) -> dict[str, list[float]]:
+        """Return the measurements since the last call, by name."""
+        with self._lock:
+            observed, self._observed = self._observed, {}
+        return {name: list(values) for name, values in observed.items()}
 
     def value(self, name: str, label: str | None = None) -> int:
         """Return the counter's value with that label, or summed over all labels."""

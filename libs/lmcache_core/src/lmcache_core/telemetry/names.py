@@ -26,6 +26,13 @@ TIER_MICROSECONDS_TOTAL = "lmcache_tier_microseconds_total"
 IGNORED_WISHES_TOTAL = "lmcache_ignored_wishes_total"
 FAILED_CALLS_TOTAL = "lmcache_failed_calls_total"
 
+LOAD_SECONDS = "lmcache_load_seconds"
+LOAD_BYTES = "lmcache_load_bytes"
+STORE_SECONDS = "lmcache_store_seconds"
+STORE_BYTES = "lmcache_store_bytes"
+LOOKUP_SECONDS = "lmcache_lookup_seconds"
+"""Measurements (`Counters.observe`); the names above are counters."""
+
 CODEC_ENCODED_CHUNKS_TOTAL = "lmcache_codec_encoded_chunks_total"
 CODEC_ENCODED_RAW_BYTES_TOTAL = "lmcache_codec_encoded_raw_bytes_total"
 CODEC_ENCODED_BYTES_TOTAL = "lmcache_codec_encoded_bytes_total"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lmcache_core.integrations.vllm.logs import log_as
 from lmcache_core.record import StagedFrom
-from lmcache_core.telemetry import FAILED_CALLS_TOTAL, RETRIEVED_TOKENS_TOTAL
+from lmcache_core.telemetry import FAILED_CALLS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORE_SECONDS
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
@@ -26,7 +26,7 @@ def test_growth_is_reported_once(module: ModuleType, model: Path) -> None:
     with running(module, model, embedded()) as engine:
         engine.ask(prompt(1, 43))
         engine.forget()
-        worker, figures = engine.workers[0].connector, dict[str, int]()
+        worker, figures = engine.workers[0].connector, dict[str, float]()
         take = worker.get_kv_connector_stats
         take()
         request = engine.add(prompt(1, 43))
@@ -43,6 +43,8 @@ def test_growth_is_reported_once(module: ModuleType, model: Path) -> None:
         take()
         assert take() is None
     assert (figures["retrieved_tokens"], figures["retrieved_chunks"]) == (40, 5)
+    assert figures["mean_load_bytes"] == figures["retrieved_bytes"]
+    assert figures["mean_load_seconds"] > 0
 
 
 def test_figures_of_workers_are_added(module: ModuleType) -> None:
@@ -53,6 +55,9 @@ def test_figures_of_workers_are_added(module: ModuleType) -> None:
     whole.reset()
     assert whole.is_empty()
     assert stats(data={"a": 0}).is_empty()
+    several = stats(data={STORE_SECONDS: [0.5]}).aggregate(stats(data={STORE_SECONDS: [1.0, 3.0]}))
+    assert several.data == {STORE_SECONDS: [0.5, 1.0, 3.0]}
+    assert several.reduce() == {"mean_store_seconds": 1.5}
     named = stats(data={RETRIEVED_TOKENS_TOTAL: 48, FAILED_CALLS_TOTAL: 0})
     assert named.reduce() == {"retrieved_tokens": 48}
 
@@ -74,9 +79,14 @@ def test_prometheus(module: ModuleType) -> None:
     )
     metrics.observe({RETRIEVED_TOKENS_TOTAL: 40, "something new": 1}, engine_idx=1)
     metrics.observe({RETRIEVED_TOKENS_TOTAL: 8}, engine_idx=1)
+    metrics.observe({STORE_SECONDS: [0.002, 0.2]}, engine_idx=1)
     name = "vllm:" + RETRIEVED_TOKENS_TOTAL
-    assert registry.get_sample_value(name, {"model_name": "model", "engine": "1"}) == 48
-    assert registry.get_sample_value(name, {"model_name": "model", "engine": "0"}) == 0
+    first, second = ({"model_name": "model", "engine": engine} for engine in "01")
+    assert [registry.get_sample_value(name, labels) for labels in (first, second)] == [0, 48]
+    name = "vllm:" + STORE_SECONDS
+    assert registry.get_sample_value(f"{name}_sum", second) == pytest.approx(0.202)
+    assert registry.get_sample_value(f"{name}_bucket", second | {"le": "0.003"}) == 1
+    assert registry.get_sample_value(f"{name}_count", first) == 0
 
 
 def test_class_is_known_by_name_where_figures_are_read(module: ModuleType) -> None:

@@ -225,7 +225,10 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
     @override
     def get_kv_connector_stats(self) -> LMCacheStats | None:
         last, self._told = self._told, {name: self._counters.value(name) for name in DESCRIBED}
-        growth = {n: value - last[n] for n, value in self._told.items() if value > last[n]}
+        growth: dict[str, Any] = {
+            name: value - last[name] for name, value in self._told.items() if value > last[name]
+        }
+        growth |= self._counters.take_observed()
         return LMCacheStats(data=growth) if growth else None
 
     @classmethod

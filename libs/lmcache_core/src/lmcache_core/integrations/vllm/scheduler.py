@@ -28,7 +28,7 @@ from lmcache_core.integrations.vllm.requests import (
 )
 from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain
 from lmcache_core.record import Staged, StagedFrom
-from lmcache_core.telemetry import Counters
+from lmcache_core.telemetry import LOOKUP_SECONDS, Counters
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class SchedulerSide:
     Args:
         store: The chunk store; opened and closed by its owner.
         namer: Names chunks; gets the salt as soon as the store knows it.
-        counters: Counts values of requests that cannot be followed.
+        counters: Counts what clients ask for in vain, and notes how long answers take.
 
     Attributes:
         step: Number of the last planned step if its duration measures prefill, else 0.
@@ -329,6 +329,7 @@ class SchedulerSide:
         if offer is None:
             state.polled_at = 0.0  # checking whether the answer has arrived costs nothing
         if is_final or is_late:
+            self._counters.observe(LOOKUP_SECONDS, now - first_asked)
             # The offer's lifetime begins now, even if no answer has arrived.
             state.offer, state.asked_at, state.polled_at = offer or Offer(0), None, now
             state.stored = [max(stored, state.offer.num_chunks) for stored in state.stored]

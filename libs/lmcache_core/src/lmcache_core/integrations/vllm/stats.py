@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -22,10 +23,15 @@ from lmcache_core.record import StagedFrom
 from lmcache_core.telemetry import (
     FAILED_CALLS_TOTAL,
     IGNORED_WISHES_TOTAL,
+    LOAD_BYTES,
+    LOAD_SECONDS,
+    LOOKUP_SECONDS,
     MISSED_CHUNKS_TOTAL,
     RETRIEVED_BYTES_TOTAL,
     RETRIEVED_CHUNKS_TOTAL,
     RETRIEVED_TOKENS_TOTAL,
+    STORE_BYTES,
+    STORE_SECONDS,
     STORED_BYTES_TOTAL,
     STORED_CHUNKS_TOTAL,
     UNSTORED_CHUNKS_TOTAL,
@@ -44,6 +50,21 @@ DESCRIBED = MappingProxyType(
         IGNORED_WISHES_TOTAL: "Values in kv_transfer_params that are neither true nor false.",
     }
 )
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+BYTES = tuple(1e5 * 4**power for power in range(10))
+OBSERVED = MappingProxyType(
+    {
+        LOAD_SECONDS: ("Time of a load into vLLM's blocks.", SECONDS),
+        LOAD_BYTES: ("Size of a load.", BYTES),
+        STORE_SECONDS: (
+            "Time of a store, until its chunks are there.",
+            SECONDS,
+        ),
+        STORE_BYTES: ("Size of a store.", BYTES),
+        LOOKUP_SECONDS: ("Time until it was known what a request can load.", SECONDS),
+    }
+)
+"""Histograms, and their buckets."""
 PROMETHEUS_PREFIX = "vllm:"
 CONNECTOR = ("LMCacheConnector", "lmcache_core.integrations.vllm", "LMCacheConnector")
 """Name, module and class."""
@@ -57,9 +78,9 @@ _SOURCE_NAMES: Mapping[int, str] = {
 
 @dataclass
 class LMCacheStats(KVConnectorStats):
-    """The increase of the counters in `DESCRIBED`, by name."""
+    """The increase of the counters in `DESCRIBED`, and the measurements of `OBSERVED`, by name."""
 
-    data: dict[str, int] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         """Return the field of that name: vLLM 0.27's `MultiConnector` treats statistics that never
@@ -77,21 +98,24 @@ class LMCacheStats(KVConnectorStats):
 
     @override
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, amount in other.data.items():
-            self.data[name] = self.data.get(name, 0) + amount
+        for name, more in other.data.items():
+            self.data[name] = self.data[name] + more if name in self.data else more
         return self
 
     @override
     def reduce(self) -> dict[str, int | float]:
-        return {
-            name.removeprefix("lmcache_").removesuffix("_total"): amount
-            for name, amount in self.data.items()
-            if amount
-        }
+        figures = {}
+        for name, amount in self.data.items():
+            short = name.removeprefix("lmcache_").removesuffix("_total")
+            if isinstance(amount, list):
+                figures[f"mean_{short}"] = statistics.fmean(amount)
+            elif amount:
+                figures[short] = amount
+        return figures
 
 
 class LMCachePromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter per statistic, named `vllm:lmcache_…`."""
+    """One Prometheus counter or histogram per statistic, named `vllm:lmcache_…`."""
 
     def __init__(
         self,
@@ -105,8 +129,19 @@ class LMCachePromMetrics(KVConnectorPromMetrics):
         # class name, and exits if one is unknown, as those of connectors loaded by module path are.
         with contextlib.suppress(ValueError):  # registered by an earlier engine
             KVConnectorFactory.register_connector(*CONNECTOR)
-        kind = metric_types[Counter]
+        kind, histogram = metric_types[Counter], metric_types[Histogram]
         self._metrics = {}
+        self._histograms = {}
+        for name, (text, buckets) in OBSERVED.items():
+            metric = histogram(
+                name=PROMETHEUS_PREFIX + name,
+                documentation=text,
+                buckets=buckets,
+                labelnames=labelnames,
+            )
+            self._histograms[name] = {
+                index: metric.labels(*values) for index, values in per_engine_labelvalues.items()
+            }
         for name, text in DESCRIBED.items():
             metric = kind(
                 name=PROMETHEUS_PREFIX + name.removesuffix("_total"),
@@ -122,6 +157,8 @@ class LMCachePromMetrics(KVConnectorPromMetrics):
         for name, amount in transfer_stats_data.items():
             if name in self._metrics:
                 self._metrics[name][engine_idx].inc(amount)
+            for value in amount if name in self._histograms else ():
+                self._histograms[name][engine_idx].observe(value)
 
 
 _Sources: Any = None

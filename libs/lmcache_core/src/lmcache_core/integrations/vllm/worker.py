@@ -6,6 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -32,7 +33,14 @@ from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, Worker
 from lmcache_core.integrations.vllm.store_threads import PendingStore, StoreThreads
 from lmcache_core.keys import Lane
 from lmcache_core.serde.device import DeviceDecoder, decodes_rightly, device_encodings
-from lmcache_core.telemetry import UNSTORED_CHUNKS_TOTAL, Counters
+from lmcache_core.telemetry import (
+    LOAD_BYTES,
+    LOAD_SECONDS,
+    STORE_BYTES,
+    STORE_SECONDS,
+    UNSTORED_CHUNKS_TOTAL,
+    Counters,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -291,9 +299,7 @@ class WorkerSide:
         with self._guard("store"):
             computed = record_event(self._device)
             for store in plan.stores:
-                num_bytes = sum(
-                    run.num_chunks * self._transfers[run.group].chunk_bytes for run in store.runs
-                )
+                num_bytes = self._num_bytes(store.runs)
                 pending = PendingStore(store, num_bytes, plan.recompute_s or 0.0, computed)
                 if not self._store_threads.submit(pending):
                     self._dropped(store.runs)
@@ -366,11 +372,14 @@ class WorkerSide:
 
     def _load(self, load: Load, begun: torch.cuda.Event | None = None) -> LoadResult:
         first_bad: int | None = load.begin
+        began = time.monotonic()
         streams = nullcontext() if begun is None else self._streams.own(begun.device)
         with self._guard("retrieve"), torch.inference_mode(), streams:
             missing = (self._load_run(run, load, begun) for run in load.runs)
             bad = [token for token in missing if token is not None]
             first_bad = min(bad, default=None)
+        if first_bad is None:
+            self._observe(LOAD_SECONDS, LOAD_BYTES, began, self._num_bytes(load.runs))
         return self._result(load, first_bad)
 
     def _result(self, load: Load, first_bad: int | None) -> LoadResult:
@@ -419,6 +428,7 @@ class WorkerSide:
     def _begin_store(self, pending: PendingStore) -> Callable[[], None]:
         """Launch the copies of a store, and return what ends it."""
         begun: list[tuple[KVTransfer, BegunStore]] = []
+        began = time.monotonic()
         with self._guard("store"), torch.inference_mode(), self._streams.own(self._device):
             for run in pending.store.runs:
                 if self._is_wanted(run, pending):
@@ -432,6 +442,8 @@ class WorkerSide:
             for transfer, store in begun:
                 with self._guard("store"):
                     transfer.finish_store(store, is_intact=not pending.is_given_up)
+            if begun and not pending.is_given_up:
+                self._observe(STORE_SECONDS, STORE_BYTES, began, pending.num_bytes)
 
         return end
 
@@ -447,6 +459,13 @@ class WorkerSide:
         named = lane.named(run)
         arguments = lane.arguments(run, named[0][0], named[-1][1], computed)
         return lane.transfer, lane.transfer.begin_store(named, arguments)
+
+    def _num_bytes(self, runs: Iterable[ChunkRun]) -> int:
+        return sum(run.num_chunks * self._transfers[run.group].chunk_bytes for run in runs)
+
+    def _observe(self, seconds: str, num_bytes: str, began: float, size: int) -> None:
+        self._counters.observe(seconds, time.monotonic() - began)
+        self._counters.observe(num_bytes, size)
 
     def _dropped(self, runs: Iterable[ChunkRun]) -> None:
         self._counters.add(UNSTORED_CHUNKS_TOTAL, sum(run.num_chunks for run in runs))
