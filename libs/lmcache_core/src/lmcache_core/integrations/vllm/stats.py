@@ -56,10 +56,7 @@ OBSERVED = MappingProxyType(
     {
         LOAD_SECONDS: ("Time of a load into vLLM's blocks.", SECONDS),
         LOAD_BYTES: ("Size of a load.", BYTES),
-        STORE_SECONDS: (
-            "Time of a store, until its chunks are there.",
-            SECONDS,
-        ),
+        STORE_SECONDS: ("Time of a store, until its chunks are there.", SECONDS),
         STORE_BYTES: ("Size of a store.", BYTES),
         LOOKUP_SECONDS: ("Time until it was known what a request can load.", SECONDS),
     }
