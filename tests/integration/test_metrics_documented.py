@@ -111,8 +111,9 @@ def test_the_events_of_tiers_are_documented(sections: Mapping[str, str]) -> None
 
 def test_the_connectors_metrics_are_documented(sections: Mapping[str, str]) -> None:
     with imported_connector():
-        from lmcache_core.integrations.vllm.stats import DESCRIBED, PROMETHEUS_PREFIX
+        from lmcache_core.integrations.vllm.stats import DESCRIBED, OBSERVED, PROMETHEUS_PREFIX
 
-        promised = documented(sections["vLLM's connector"])
-        assert set(promised) == {f"{PROMETHEUS_PREFIX}{name}" for name in DESCRIBED}
-    assert set(promised.values()) == {Exposed("counter", frozenset())}
+        kinds = dict.fromkeys(DESCRIBED, "counter") | dict.fromkeys(OBSERVED, "histogram")
+    assert documented(sections["vLLM's connector"]) == {
+        f"{PROMETHEUS_PREFIX}{name}": Exposed(kind, frozenset()) for name, kind in kinds.items()
+    }
