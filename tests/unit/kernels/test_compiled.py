@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("torch")
+
 
 @pytest.mark.parametrize("program", ["compiled.py", "compiled_codec.py"])
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
