@@ -65,7 +65,7 @@ def ask(host: str, namespace: str, authority: str) -> str:
 
 
 def main() -> int:
-    """Ask until the webhook injects; whoever runs this bounds the time."""
+    """Ask until the webhook injects; its caller bounds the time."""
     host, namespace, authority = sys.argv[1:]
     told = ""
     while True:

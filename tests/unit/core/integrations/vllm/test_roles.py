@@ -32,7 +32,7 @@ def test_role_decides_what_is_loaded_and_stored(role: Role, saves_decode: bool) 
     side.new_request(request)
     num_loaded = 16 if role.loads else 0
     assert side.num_matched(request, 0) == (num_loaded, role.loads)
-    assert bool(store.asked) == role.loads, "whoever loads nothing asks for nothing"
+    assert bool(store.asked) == role.loads, "a producer need not ask"
     side.allocated(request, TABLE, num_loaded)
     assert len(side.plan_loads()) == role.loads
     side.step_done(None, ["r"] if role.loads else [])
