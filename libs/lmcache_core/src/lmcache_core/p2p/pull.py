@@ -95,7 +95,8 @@ class _Share:
     Attributes:
         ticket: The current ticket.
         open: Indices of its chunks that have not arrived yet.
-        moved: Time at which something last arrived from it, on the loop's clock.
+        moved: Time at which something last arrived from it, on the loop's clock; stays as it is
+            once the peer has been abandoned.
         work: The task that pulls, once it has begun.
     """
 
@@ -104,6 +105,11 @@ class _Share:
     open: set[int]
     moved: float
     work: asyncio.Task[None] | None = None
+
+    def note_arrival(self) -> None:
+        """Something has arrived from the peer."""
+        if self.work is not None and not self.work.cancelling():
+            self.moved = asyncio.get_running_loop().time()
 
 
 class PeerPull:
@@ -262,7 +268,7 @@ class PeerPull:
 
     async def _get(self, share: _Share, places: Sequence[int]) -> Sequence[Result]:
         def allocate(num_bytes: int) -> MemoryObj | None:
-            share.moved = self._now()  # a record has begun to arrive
+            share.note_arrival()  # a record has begun
             return self._allocate(num_bytes)
 
         try:
@@ -285,7 +291,7 @@ class PeerPull:
             if isinstance(known, Miss) and known.reason in _SAYS_LITTLE:
                 self._results[place] = result
             return
-        share.moved = self._now()
+        share.note_arrival()
         self._results[place] = result
         figures.pulled_chunks += 1
         figures.pulled_bytes += result.num_bytes
