@@ -25,6 +25,9 @@ MAX_TOKEN_ID = 0xFFFFFFFF
 MAX_CANONICAL_KEY_BYTES = 4096
 MAX_KEY_FIELD_BYTES = 1024
 
+TAIL = "+tail"
+"""Ends the group's name of a tail."""
+
 _CANONICAL_MAGIC = b"LMK1"
 _CHUNK_ID_TAG = b"lmcache/chunk-id/1\0"
 _LENGTH = struct.Struct("<H")
@@ -260,6 +263,18 @@ class Lane(
     world_size: _Number
     worker_id: _Number
     group: _Text = ""
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether its chunks are tails: the blocks of a prompt behind its last whole chunk, stored
+        for one engine to take over from another, and needed for a moment only.
+        """
+        return self.group.endswith(TAIL)
+
+    @property
+    def tail(self) -> Lane:
+        """The lane of the tails that belong to its chunks."""
+        return msgspec.structs.replace(self, group=self.group + TAIL)
 
     def check(self) -> None:
         """Raise `IdentityError` if keys of this lane cannot be encoded."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain
+from lmcache_core.keys import CHUNK_HASH_BYTES, TAIL, ChunkChain
 from lmcache_core.record import Miss, MissReason, Staged, StagedFrom
 from lmcache_core.storage.hot import LocalCPUBackend
 
@@ -34,6 +34,7 @@ class RecentLookup:
     Attributes:
         request_id: The ticket's name, which contains the engine's id of the request.
         asked_at: Unix time of the first request.
+        num_groups: Chains that were asked for, one for each group of layers; tails do not count.
         num_chunks: Chunks of the prompt.
         hashes: Hashes of the first `MAX_CHUNKS`, packed.
         found: Number of chunks of the prefix by tier: the farthest tier of a chunk's groups of
@@ -45,6 +46,7 @@ class RecentLookup:
     request_id: str
     model_name: str
     asked_at: float
+    num_groups: int
     num_chunks: int
     hashes: bytes
     found: Counter[StagedFrom] = field(default_factory=Counter)
@@ -81,21 +83,28 @@ class RecentLookups:
             chains: The requested chunks; none: the same as before.
         """
         known = self._lookups.get(request_id)
+        chains = [chain for chain in chains if not chain.group.endswith(TAIL)]
         if chains:
             hashes = chains[0].hashes[: MAX_CHUNKS * CHUNK_HASH_BYTES]
             num_chunks = chains[0].num_chunks
             if known is None or (known.num_chunks, known.hashes) != (num_chunks, hashes):
                 known = RecentLookup(
-                    request_id, chains[0].model_name, time.time(), num_chunks, hashes
+                    request_id,
+                    chains[0].model_name,
+                    time.time(),
+                    len(chains),
+                    num_chunks,
+                    hashes,
                 )
                 self._lookups[request_id] = known
                 self._lookups.move_to_end(request_id)
         if known is None:
             return
-        known.found = count_prefix(staged.tiers)
+        tiers = staged.tiers[: known.num_groups]
+        known.found = count_prefix(tiers)
         known.is_final = staged.is_ready
         if chains:
-            known.missing = self._why_missing(chains, staged.tiers)
+            known.missing = self._why_missing(chains, tiers)
         if len(self._lookups) > MAX_LOOKUPS:
             self._lookups.popitem(last=False)
 

@@ -70,6 +70,7 @@ class ChunkStore(Protocol):
         recompute_s: float | None = None,
         wait_s: float | None = None,
         saving_s: float = 0.0,
+        source: str | None = None,
     ) -> Staged | None:
         """Return which of these chunks are in host memory for all ranks, and keep them there; begin
         to read the rest from slower tiers. Waits for no tier.
@@ -88,6 +89,9 @@ class ChunkStore(Protocol):
                 None: until the store's own deadline.
             saving_s: What the answer can save. With `wait_s`, a store that answers too late for
                 that counts as unavailable.
+            source: Another engine has just computed these chunks, and may still be storing them:
+                missing ones are waited for, for a moment. The id or host of the instance that will
+                have them; "": any. None: nothing is known to be on its way.
 
         Returns:
             None if the store is unavailable: nothing is known, and nothing held. Without `tiers` if
@@ -103,6 +107,11 @@ class ChunkStore(Protocol):
         """Return memory to fill for each chunk that is not in host memory yet. Each object must be
         passed to `put` (then `release`) or to `abort`.
         """
+
+    @property
+    def instance(self) -> str:
+        """Id under which peers find what is stored here; "" if they cannot."""
+        return ""
 
     @property
     def needs_digests(self) -> bool:

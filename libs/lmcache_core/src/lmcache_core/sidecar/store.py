@@ -225,6 +225,7 @@ class SidecarChunkStore(ChunkStore):
         recompute_s: float | None = None,
         wait_s: float | None = None,
         saving_s: float = 0.0,
+        source: str | None = None,
     ) -> Staged | None:
         if len(chains) > m.MAX_CHAINS:
             raise ValueError(f"{len(chains)} chains in one question; the limit is {m.MAX_CHAINS}")
@@ -233,7 +234,7 @@ class SidecarChunkStore(ChunkStore):
             self._asked.pop(ticket, None)
             return None
         asked = _fitted_chains(chains)
-        request = self._stage_request(connection, ticket, asked, is_prefix, recompute_s)
+        request = self._stage_request(connection, ticket, asked, is_prefix, recompute_s, source)
         if request is None:
             return None
         if wait_s is None:
@@ -284,6 +285,12 @@ class SidecarChunkStore(ChunkStore):
                 break
             extents += given
         return extents + [NotLent.NO_ROOM] * (len(shapes) - len(extents))
+
+    @property
+    @override
+    def instance(self) -> str:
+        connection = self._link.connection
+        return "" if connection is None else connection.welcome.server
 
     @property
     @override
@@ -385,6 +392,7 @@ class SidecarChunkStore(ChunkStore):
         chains: Sequence[ChunkChain],
         is_prefix: bool,
         recompute_s: float | None,
+        source: str | None,
     ) -> m.Stage | None:
         m.check_chains(chains)
         try:
@@ -401,7 +409,12 @@ class SidecarChunkStore(ChunkStore):
             logger.debug("ticket not asked for: error=%s", exc)
             return None
         return m.Stage(
-            _fitted_ticket(ticket), runs, is_prefix, self._deadline_ms, _microseconds(recompute_s)
+            _fitted_ticket(ticket),
+            runs,
+            is_prefix,
+            self._deadline_ms,
+            _microseconds(recompute_s),
+            source,
         )
 
     def _send_stage(

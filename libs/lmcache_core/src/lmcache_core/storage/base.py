@@ -46,6 +46,11 @@ class StorageBackend(ABC):
         """
         return self.num_written is None if self.wrapped is None else self.wrapped.is_asked_first
 
+    @property
+    def keeps_tails(self) -> bool:
+        """Return whether it evicts tails before all other chunks; other tiers are not given any."""
+        return self.wrapped is not None and self.wrapped.keeps_tails
+
     def num_worth(self, num_chunks: int, limit_s: float, recompute_s: float | None = None) -> int:
         """Return how many chunks, from the first, a read should ask for; all if the cost is
         unknown.

@@ -1,20 +1,25 @@
-"""Chunks that clients have memory for and are writing: a read waits for them, for a moment."""
+"""Chunks that others are about to store: a read waits for them, for a moment."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from typing import Final
 
 from lmcache_core.keys import ChunkKey
 
 EXPECTED_S: Final = 0.1
 """Longest wait for them: a client that is alive takes less, and one that hangs costs no more."""
+EXPECTED_FROM: Final[ContextVar[str]] = ContextVar("lmcache_expected_from", default="")
+"""Who has the chunks that a read is about, or will have them: the id or host of an instance, as its
+client was told; "" if unknown.
+"""
 
 
 class ExpectedChunks:
-    """Names of chunks, each from the reservation of its memory until it is stored or given up. For
-    one event loop.
+    """Names of chunks that clients here are writing, each from the reservation of its memory until
+    it is stored or given up. For one event loop.
     """
 
     def __init__(self) -> None:

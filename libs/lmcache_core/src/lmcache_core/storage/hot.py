@@ -50,6 +50,12 @@ LISTED_AT_ONCE = 1024
 REMOVED_AT_ONCE = 1024
 """Chunks removed before other work gets its turn."""
 EVICTED_AT_ONCE_BYTES = 64 << 20
+TAILS_SHARE = 64
+"""Tails take at most one part in this many of the memory; beyond that they displace each other."""
+TAIL_S = 60.0
+"""Age at which a tail makes room for another one even where there is more: its reader has come, or
+will not.
+"""
 MAX_EXPIRED_PER_CALL = 16
 """Expired chunks that one call drops in passing; more than one, so that they do not accumulate."""
 
@@ -633,7 +639,22 @@ class LocalCPUBackend(StorageBackend):
         held = self._find(chunk.key)
         if held is not None and (chunk.lossy or not held.lossy):
             return False
+        if chunk.key.lane.is_tail and not self._makes_room_among_tails(num_bytes, gone):
+            return False
         return self._makes_room_in_quota(chunk.key, num_bytes, gone)
+
+    def _makes_room_among_tails(self, num_bytes: int, gone: list[ChunkKey]) -> bool:
+        """Return whether the tails' share of the memory has room for one more. Drops the oldest
+        ones, noting their keys in `gone`, if that is required.
+        """
+        share = self._memory.capacity_bytes // TAILS_SHARE
+        while num_bytes <= share and (oldest := self._ledger.oldest_tail) is not None:
+            is_old = self._clock() - (self._chunks[oldest].stored_at or 0.0) > TAIL_S
+            if not is_old and self._ledger.tail_bytes + num_bytes <= share:
+                return True
+            self._drop(oldest, MissReason.EXPIRED if is_old else MissReason.EVICTED)
+            gone.append(oldest)
+        return num_bytes <= share
 
     def _makes_room_in_quota(self, key: ChunkKey, num_bytes: int, gone: list[ChunkKey]) -> bool:
         """Return whether the quota lets `key` take that much memory, in place of what it takes now.

@@ -223,6 +223,7 @@ class StorageManager(ChunkStore):
         recompute_s: float | None = None,
         wait_s: float | None = None,
         saving_s: float = 0.0,
+        source: str | None = None,
     ) -> Staged | None:
         staging = self._staging
         if staging is None or self._stack is None:
@@ -234,6 +235,7 @@ class StorageManager(ChunkStore):
                 deadline_s=self._timeout_s,
                 is_prefix=is_prefix,
                 recompute_s=recompute_s,
+                source=source,
             )
         )
 

@@ -13,17 +13,20 @@ from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import LookupClient
-from lmcache_core.names import PEER_TIER
-from lmcache_core.p2p import Assignment, BrokerClient, HeldBy
+from lmcache_core.names import MEMORY_TIER, PEER_TIER
+from lmcache_core.p2p import Assignment, BrokerClient, HeldBy, parse_distributed_url
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.p2p.pull import PeerPull, PulledBytes, PullParts
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
 from lmcache_core.storage.base import StorageBackend, caller_limit
+from lmcache_core.storage.expected import EXPECTED_FROM
 
 PEER_KIND = "sidecar"
 MAX_GOODBYES = 64
 """Concurrent reports to the broker that a pull has ended; beyond this the tickets just expire."""
 GOODBYE_S = 0.2
+LISTED_S = 5.0
+"""How long a list of the peers' names is used before the broker is asked for another one."""
 
 
 class P2PBackend(StorageBackend):
@@ -45,6 +48,9 @@ class P2PBackend(StorageBackend):
         self._lookup = lookup
         self._peers = peers
         self._parts = PullParts(instance, broker, peers)
+        self._broker = broker
+        self._names: dict[str, str] = {}
+        self._listed_at = -LISTED_S
         self._tasks = TaskSupervisor("peers", MAX_GOODBYES)
 
     @property
@@ -113,10 +119,38 @@ class P2PBackend(StorageBackend):
             await self._parts.broker.done(self._instance, pulls)
 
     async def _holders(self, keys: Sequence[ChunkKey]) -> list[list[HeldBy]]:
+        """Return the peers that hold each chunk, of the longest prefix of which lookup knows any;
+        all chunks that it does not know are expected from `EXPECTED_FROM`.
+        """
         answer = await self._lookup.lookup(
             [key.key.chunk_id() for key in keys], exclude=[self._instance]
         )
-        return [
+        holders = [
             [HeldBy(holder.instance, holder.tier) for holder in at if holder.kind == PEER_KIND]
             for at in answer.holders
         ]
+        source = EXPECTED_FROM.get()
+        peer = await self._peer_named(source) if source else None
+        if peer is None:
+            return holders
+        hint = [HeldBy(peer, MEMORY_TIER)]
+        return [at or hint for at in holders] + [hint] * (len(keys) - len(holders))
+
+    async def _peer_named(self, name: str) -> str | None:
+        """Return the id of the peer with this id or host; None if the broker knows none in the
+        tenant, or as far as the last list tells.
+
+        Clients choose names: an unknown one costs no more than a list every `LISTED_S`, and no
+        connection.
+        """
+        now = asyncio.get_running_loop().time()
+        if name not in self._names and now - self._listed_at >= LISTED_S:
+            self._listed_at = now
+            with contextlib.suppress(UnavailableError):
+                self._names = {
+                    known: peer.id
+                    for peer in await self._broker.peers()
+                    if peer.kind == PEER_KIND and peer.id != self._instance
+                    for known in (parse_distributed_url(peer.distributed_url).host, peer.id)
+                }
+        return self._names.get(name)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from lmcache_core.keys import ChunkChain, ChunkKey
 from lmcache_core.names import DISK_TIER, MEMORY_TIER, PEER_TIER, STORAGE_TIER
 from lmcache_core.record import Chunk, Staged, StagedFrom
+from lmcache_core.storage.expected import EXPECTED_FROM, EXPECTED_S
 from lmcache_core.storage.stack import TierStack
 
 T = TypeVar("T")
@@ -40,6 +41,8 @@ STAGED_SHARE = 2
 and lifts.
 """
 MAX_LIFTS = 64
+AGAIN_S = 0.02
+"""Time after which chunks that are still to come are looked for again."""
 
 _CODES = MappingProxyType(
     {
@@ -146,9 +149,16 @@ class StagedChain:
 class StageTicket:
     """A staging request: its chains, what is known about them, and the chunks held for it."""
 
-    def __init__(self, tenant: str, chains: Sequence[ChunkChain], is_prefix: bool) -> None:
+    def __init__(
+        self,
+        tenant: str,
+        chains: Sequence[ChunkChain],
+        is_prefix: bool,
+        source: str | None = None,
+    ) -> None:
         self.asked = (tuple(chains), is_prefix)
         self.is_prefix = is_prefix
+        self.source = source
         self.chains = [StagedChain(tenant, chain) for chain in chains]
         self.held: list[Chunk] = []
         self.is_ready = True
@@ -232,6 +242,7 @@ class Stager:
         deadline_s: float,
         is_prefix: bool = True,
         recompute_s: float | None = None,
+        source: str | None = None,
     ) -> Steps[Staged]:
         """Hold those of these chunks that are in host memory for all ranks, and begin to lift the
         rest.
@@ -247,6 +258,9 @@ class Stager:
                 chunk counts individually.
             recompute_s: Cost of recomputing one chunk (of all ranks and chains); the lift takes no
                 longer than that for each chunk.
+            source: Another engine has just computed these chunks. Those that are missing are looked
+                for again until `EXPECTED_S` have passed, first at this instance, named by its id or
+                host; "": anywhere. None: nothing is known to be on its way.
         """
         yield from self.expire()
         known = self._tickets.get(name)
@@ -254,7 +268,7 @@ class Stager:
             known.last_asked_at = self._clock()
             self._tickets.move_to_end(name)
             return known.staged()
-        ticket = StageTicket(self._tenant, chains, is_prefix)
+        ticket = StageTicket(self._tenant, chains, is_prefix, source)
         if not chains or not self._takes(name):
             return ticket.staged()
         try:
@@ -372,7 +386,7 @@ class Stager:
         self, ticket: StageTicket, deadline_s: float, recompute_s: float | None
     ) -> None:
         num_missing = max(chain.tiers.count(0) for chain in ticket.chains)
-        has_more = self._stack.lower or self._stack.expected
+        has_more = self._stack.lower or self._stack.expected or ticket.source is not None
         can_lift = num_missing and self.may_lift and has_more and self._num_affordable(1)
         if not can_lift or not self._room.lifts.acquire(blocking=False):
             return
@@ -383,6 +397,7 @@ class Stager:
             self._room.lifts.release()
 
     async def _lift(self, ticket: StageTicket, limit_s: float, recompute_s: float | None) -> None:
+        EXPECTED_FROM.set(ticket.source or "")  # for this task and those that it starts
         try:
             async with asyncio.TaskGroup() as chains:
                 for chain in ticket.chains:
@@ -397,13 +412,18 @@ class Stager:
         """Lift the chunks of a chain that the tiers hold for all ranks; others are not read."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
+        expected_until = min(deadline, clock() + (0.0 if ticket.source is None else EXPECTED_S))
         missing = [i for i, tier in enumerate(chain.tiers) if not tier][
             : self._num_affordable(chain.num_ranks)
         ]
         for numbers in chain.blocks(missing, LIFT_BLOCK_KEYS):
-            left_s = deadline - clock()
-            if left_s > 0 and not ticket.is_over:
-                await self._lift_block(ticket, chain, numbers, left_s, recompute_s)
+            wanted = numbers
+            while wanted and (left_s := deadline - clock()) > 0 and not ticket.is_over:
+                await self._lift_block(ticket, chain, wanted, left_s, recompute_s)
+                wanted = [i for i in wanted if not chain.tiers[i]]
+                if not wanted or clock() + AGAIN_S > expected_until:
+                    break
+                await asyncio.sleep(AGAIN_S)
             if ticket.is_prefix and not chain.tiers[numbers[-1]]:
                 return
 
@@ -432,7 +452,8 @@ class Stager:
             chain.names_of(wanted),
             max(0.0, deadline - clock()),
             prefix_only=ticket.is_prefix,
-            search_range=sorted({tier for tier in tiers if tier is not None}),
+            # What an instance was said to have may be elsewhere, too.
+            search_range=None if ticket.source else sorted({tier for tier in tiers if tier}),
             recompute_s=None if recompute_s is None else recompute_s / num_ranks,
             most_bytes=self.most_bytes,
         )

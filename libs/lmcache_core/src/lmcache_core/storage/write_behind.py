@@ -97,6 +97,8 @@ class WriteBehind:
         Takes a reference on each chunk that waits with its bytes. A chunk is dropped and counted if
         there is no room for its bytes or its name, or if the writer is closed.
         """
+        if not self._backend.keeps_tails:
+            chunks = [chunk for chunk in chunks if not chunk.key.lane.is_tail]
         num_taken = 0
         if not self._is_closed and not self.later:
             while num_taken < len(chunks) and self._has_room(chunks[num_taken]):

@@ -53,6 +53,7 @@ MAX_STAGE_KEYS = 64 << 10
 MAX_RANKS = 1024
 """Cache groups of one engine; a chunk has one key for each."""
 MAX_TICKET_NAME_CHARS = 128
+MAX_SOURCE_CHARS = 253
 MAX_RECOMPUTE_US = 3_600_000_000
 
 _Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
@@ -418,6 +419,7 @@ class Stage(StrictMessage, frozen=True):
         is_prefix: Ignore everything after the first missing chunk of a chain.
         deadline_ms: Longest time for a lift.
         recompute_us: As in LOAD.
+        source: As in `ChunkStore.stage`.
     """
 
     frame_type = FrameType.STAGE
@@ -426,6 +428,7 @@ class Stage(StrictMessage, frozen=True):
     is_prefix: bool
     deadline_ms: _Deadline
     recompute_us: _RecomputeTime
+    source: Annotated[str, Meta(max_length=MAX_SOURCE_CHARS)] | None = None
 
 
 class Promise(StrictMessage, frozen=True):

@@ -402,6 +402,7 @@ class EngineSession:
                 deadline_s=request.deadline_ms / 1000,
                 is_prefix=request.is_prefix,
                 recompute_s=recompute_s,
+                source=request.source,
             )
         )
         if request.is_prefix:

@@ -319,8 +319,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         is_held = self._ask("hold", lambda side: side.hold(request), False)
-        self._ask("finish", lambda side: side.finished(request), None)
-        return is_held, None
+        return is_held, self._ask("finish", lambda side: side.finished(request), None)
 
     @override
     def request_finished_all_groups(

@@ -29,17 +29,24 @@ class ChunkRun:
         first: Index of the first chunk in the request.
         hashes: Chunk hashes of `CHUNK_HASH_BYTES` each, packed.
         block_ids: vLLM's blocks of all these chunks, in order; `NULL_BLOCK` where there is none.
+        is_tail: It is the tail of a prompt: one chunk with fewer blocks.
     """
 
     group: int
     first: int
     hashes: bytes
     block_ids: tuple[int, ...]
+    is_tail: bool = False
 
     @property
     def num_chunks(self) -> int:
         """Number of chunks in this run."""
         return len(self.hashes) // CHUNK_HASH_BYTES
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Number of blocks in each of its chunks."""
+        return len(self.block_ids) // self.num_chunks
 
 
 @dataclass(frozen=True)

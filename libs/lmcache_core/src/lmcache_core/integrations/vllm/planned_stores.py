@@ -142,7 +142,8 @@ class StorePlanner:
 
     def _store(self, state: RequestState, num_tokens: int) -> Store | None:
         """Return what to store for a request; None if there is nothing (yet)."""
-        if num_tokens < self._chunk_size or not state.tables or state.origin is None:
+        is_short = num_tokens < self._chunk_size and not state.wishes.hands_over
+        if is_short or not state.tables or state.origin is None:
             return None
         if state.wishes.skip_save or not (self._stores_prompts or self._saves_decode):
             return None
@@ -156,6 +157,10 @@ class StorePlanner:
             state.stored = [max(stored, first) for stored in state.stored]
         num_known = len(request.all_token_ids) if self._saves_decode else request.num_prompt_tokens
         runs = state.complete_runs(min(num_tokens, num_known))
+        tail = state.tail if state.wishes.hands_over and not state.is_tail_stored else None
+        if tail is not None and num_tokens >= tail.end:
+            state.is_tail_stored = True
+            runs += state.tail_runs()
         if not runs or not self._namer.check(state):
             return None
         return Store(state.request_id, tuple(runs))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,10 +25,29 @@ from lmcache_core.token_database.hashing import chain_hashes, identity_root, tok
 ROOT_APART = b"lmcache/vllm-root/1"
 EMBEDDINGS_APART = b"lmcache/vllm-embeddings/1"
 
+SOURCE = PREFIX + "source"
+"""Parameter of a request: who has its KV, an instance's id or host."""
+_INSTANCE = re.compile(r"[A-Za-z0-9._:-]{1,253}")
+
+T = TypeVar("T")
+
 Origin = tuple[str, str]
 """The weights that KV was computed with: the epoch, and the name of the adapter ("" without one).
 Requests of other origins have other KV of the same tokens.
 """
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The blocks of a prompt behind its last whole chunk, as far as they are whole themselves.
+
+    Attributes:
+        digest: Its hash, that of a chunk of so many tokens.
+    """
+
+    first_token: int
+    end: int
+    digest: bytes
 
 
 class ChunkNames:
@@ -65,6 +85,20 @@ class ChunkNames:
         chain = chain_hashes(previous, ids, size, self._spans, first=known * size - begin)
         self.hashes += b"".join([digest for _, _, digest in chain])
 
+    def tail_of(self, prompt: Sequence[int], block_size: int) -> Tail | None:
+        """Return the tail of a prompt whose whole chunks have been named; None if it has none."""
+        size = self._chunk_size
+        first = len(prompt) // size * size
+        end = len(prompt) // block_size * block_size
+        if end <= first:
+            return None
+        known = self.hashes[: first // size * CHUNK_HASH_BYTES]
+        begin = 0 if self._spans else first
+        ids = tokens_as_uint32(prompt[begin:end])
+        previous = known[-CHUNK_HASH_BYTES:] or self._root
+        ((_, _, digest),) = chain_hashes(previous, ids, size, self._spans, first=first - begin)
+        return Tail(first, end, digest)
+
 
 @dataclass(frozen=True)
 class Role:
@@ -79,6 +113,16 @@ class Role:
     loads: bool
     stores_prompts: bool
 
+    @property
+    def is_consumer(self) -> bool:
+        """Whether another engine computes the prompts."""
+        return self.loads and not self.stores_prompts
+
+    @property
+    def is_producer(self) -> bool:
+        """Whether another engine decodes."""
+        return self.stores_prompts and not self.loads
+
 
 @dataclass(frozen=True)
 class Wishes:
@@ -87,27 +131,58 @@ class Wishes:
     Attributes:
         skip_lookup: Load nothing for it.
         skip_save: Store nothing of it.
+        hands_over: Another engine decodes it, with what this one stores.
+        source: Another engine has computed its prompt, as for `ChunkStore.stage`.
     """
 
     skip_lookup: bool = False
     skip_save: bool = False
+    hands_over: bool = False
+    source: str | None = None
 
     @classmethod
-    def of(cls, request: Any, counters: Counters) -> Wishes:
-        """Return those of a request; values that are neither true nor false are counted, and
-        ignored.
+    def of(cls, request: Any, role: Role, counters: Counters) -> Wishes:
+        """Return those of a request; values of another type than expected are counted, and ignored.
+
+        Clients, proxies and routers say who computes the prompt and who decodes in one of these
+        ways: not at all, since the engines' roles tell; as vLLM's connectors do
+        (`do_remote_decode`, `do_remote_prefill`), with what `handed_over` has returned; as llm-d
+        does (`remote_decoder`, `remote_prefiller`, `remote_kv_source`).
         """
         params = getattr(request, "kv_transfer_params", None)
-        wishes = {}
-        if not isinstance(params, dict):
-            return cls()
-        for name in cls.__dataclass_fields__:
-            value = params.get(PREFIX + name, False)
-            if isinstance(value, bool):
-                wishes[name] = value
-            else:
+
+        def read(name: str, kind: type[T], fits: Callable[[T], object] = lambda value: True) -> T:
+            value = params.get(name) if isinstance(params, dict) else None
+            if isinstance(value, kind) and fits(value):
+                return value
+            if value is not None:
                 counters.add(IGNORED_WISHES_TOTAL)
-        return cls(**wishes)
+            return kind()
+
+        source = read(SOURCE, str, _INSTANCE.fullmatch)
+        for name in ("remote_prefiller", "remote_kv_source"):
+            host = read(name, dict, lambda at: _INSTANCE.fullmatch(str(at.get("remote_host", "-"))))
+            source = source or host.get("remote_host", "")
+        is_prefilled = role.is_consumer or read("do_remote_prefill", bool)
+        hands_over = read("do_remote_decode", bool) or bool(read("remote_decoder", dict))
+        return cls(
+            skip_lookup=read(PREFIX + "skip_lookup", bool),
+            skip_save=read(PREFIX + "skip_save", bool),
+            hands_over=role.stores_prompts and (role.is_producer or hands_over),
+            source=source if source or is_prefilled else None,
+        )
+
+    def handed_over(self, instance: str) -> dict[str, Any] | None:
+        """Return the parameters with which the engine that decodes finds what this one stores; None
+        if there is none. vLLM adds how much of the prompt it had cached.
+
+        Args:
+            instance: `ChunkStore.instance`.
+        """
+        if not self.hands_over:
+            return None
+        source = {SOURCE: instance} if instance else {}
+        return {"do_remote_prefill": True, "do_remote_decode": False, **source}
 
 
 @dataclass(frozen=True)
@@ -116,11 +191,13 @@ class Offer:
 
     Attributes:
         num_chunks: Chunks, from the first, that are held in memory for all ranks and groups.
-        origins: Where each of them was found, as values of `StagedFrom`.
+        origins: Where each of them was found, as values of `StagedFrom`; the tail's at the end.
+        has_tail: Whether the tail is held, too.
     """
 
     num_chunks: int
     origins: bytes = b""
+    has_tail: bool = False
 
 
 @dataclass
@@ -130,11 +207,13 @@ class RequestState:
     Attributes:
         request: vLLM's own object.
         names: Names of its chunks; None while unknown.
+        tail: The tail of its prompt, if it is one that engines hand over.
         names_version: Version of the roots and length of the prompt when it was named.
         adapter: Name of its adapter at that time; "" without one.
         tables: Its blocks in each group, as vLLM has assigned them; of recurrent state, once a
             load is planned, only those that vLLM has said to hold the state at their end.
         dropped: For each group, how many blocks from the first vLLM has taken away.
+        is_tail_stored: Whether the tail is planned to be stored.
         stored: For each group, how many chunks from the first are planned to be stored or need not
             be.
         num_local: Tokens that vLLM already had when it last asked, or has been given.
@@ -157,6 +236,8 @@ class RequestState:
     groups: Sequence[CacheGroup]
     chunk_size: int
     names: ChunkNames | None = None
+    tail: Tail | None = None
+    is_tail_stored: bool = False
     names_version: object = None
     adapter: str = ""
     tables: list[list[int]] = field(default_factory=list)
@@ -191,6 +272,15 @@ class RequestState:
         """
         is_unwanted = self.gave_up or self.wishes.skip_lookup
         return not (is_unwanted or getattr(self.request, "skip_reading_prefix_cache", False))
+
+    @property
+    def hands_over_tail(self) -> bool:
+        """Whether one engine stores the tail of its prompt for another one: not of windows, whose
+        blocks vLLM takes away, nor of recurrent state, which there is at few tokens.
+        """
+        is_handed_over = self.wishes.hands_over or self.wishes.source is not None
+        is_whole = all(group.window is None for group in self.groups)
+        return is_handed_over and is_whole and not getattr(self.request, "resumable", False)
 
     def forget_offer(self) -> None:
         """Drop an offer that has been used or is out of date."""
@@ -270,11 +360,26 @@ class RequestState:
         that the next token attends to.
         """
         runs = []
+        tails = []
+        if self.tail is not None and end > self.tail.first_token:
+            tails, end = self.tail_runs(), self.tail.first_token
         for group, table in zip(self.groups, self.tables, strict=True):
             first = max(begin, group.first_needed_token(end)) // self.chunk_size
             last = -(-end // self.chunk_size)
             if first < last:
                 runs.append(self._run(group, table, first, last))
+        return runs + tails
+
+    def tail_runs(self) -> list[ChunkRun]:
+        """Return the tail, in each group that has all of its blocks."""
+        assert self.tail is not None
+        first, end, digest = self.tail.first_token, self.tail.end, self.tail.digest
+        runs = []
+        for group, table in zip(self.groups, self.tables, strict=True):
+            blocks = tuple(table[first // group.block_size : end // group.block_size])
+            if len(blocks) * group.block_size == end - first and NULL_BLOCK not in blocks:
+                place = first // self.chunk_size
+                runs.append(ChunkRun(group.number, place, digest, blocks, is_tail=True))
         return runs
 
     def _run(self, group: CacheGroup, table: Sequence[int], first: int, last: int) -> ChunkRun:
@@ -337,11 +442,15 @@ class RequestNamer:
             state.names, state.names_version = ChunkNames(root, self._chunk_size, spans), version
             state.adapter = self.adapters.name_of(lora) or ""
             state.stored = [0] * len(state.stored)
+            state.tail, state.is_tail_stored = None, False
         token_ids = request.all_token_ids
         if getattr(request, "resumable", False):  # it may lose generated tokens
             token_ids = token_ids[: request.num_prompt_tokens]
         known = state.names.num_chunks
         state.names.extend(token_ids)
+        if state.hands_over_tail and state.tail is None:
+            prompt = token_ids[: request.num_prompt_tokens]
+            state.tail = state.names.tail_of(prompt, max(one.block_size for one in state.groups))
         if self.on_named is not None and state.names.num_chunks > known:
             self.on_named(request, state.names.hashes, known)
         return state.names

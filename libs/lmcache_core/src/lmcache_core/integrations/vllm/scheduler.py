@@ -26,7 +26,7 @@ from lmcache_core.integrations.vllm.requests import (
     Role,
     Wishes,
 )
-from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain
+from lmcache_core.keys import CHUNK_HASH_BYTES, TAIL, ChunkChain
 from lmcache_core.record import Staged, StagedFrom
 from lmcache_core.telemetry import LOOKUP_SECONDS, Counters
 
@@ -131,6 +131,8 @@ class SchedulerSide:
             if state.offer is None:
                 return (None, False) if state.asked_at is not None else (0, False)
         num_offered = state.offer.num_chunks * self._chunk_size
+        if state.offer.has_tail and state.tail is not None:
+            num_offered = state.tail.end
         num_tokens = min(num_offered, self._limit_of(state)) - num_local
         return (num_tokens, True) if num_tokens >= self._block_size else (0, False)
 
@@ -246,7 +248,7 @@ class SchedulerSide:
                 state = self._states[request_id]
                 state.gave_up = True
                 state.forget_offer()
-                state.stored = [0] * len(self._groups)
+                state.stored, state.is_tail_stored = [0] * len(self._groups), False
                 state.loaded_end = min(state.loaded_end, report.failed[request_id])
         ended = list(received)
         for request_id in self._states.keys() & ended:
@@ -262,12 +264,17 @@ class SchedulerSide:
                 state.promised = None
         self._offers.give_back(ended)
 
-    def finished(self, request: Any) -> None:
-        """Forget a request that has ended or was aborted."""
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """Forget a request that has ended or was aborted; return what the engine that decodes it
+        needs to know.
+        """
         state = self._states.pop(request.request_id, None)
         self._loads.pop(request.request_id, None)
-        if state is not None and not state.is_loading:
+        if state is None:
+            return None
+        if not state.is_loading:
             self._offers.give_back([state.request_id])
+        return state.wishes.handed_over(self._offers.instance)
 
     def hold(self, request: Any) -> bool:
         """Return whether vLLM must keep the blocks of a request that has ended until every worker
@@ -299,7 +306,7 @@ class SchedulerSide:
     def _state_of(self, request: Any) -> RequestState:
         state = self._states.get(request.request_id)
         if state is None:
-            wishes = Wishes.of(request, self._counters)
+            wishes = Wishes.of(request, self._role, self._counters)
             state = RequestState(request, self._groups, self._chunk_size, wishes=wishes)
             self._states[request.request_id] = state
         return state
@@ -315,7 +322,9 @@ class SchedulerSide:
             return
         state.polled_at = now
         names = self._namer.name(state)
-        if names is None or not names.num_chunks:
+        is_prompt = state.request.num_tokens == state.request.num_prompt_tokens
+        tail = state.tail.digest if state.tail is not None and is_prompt else b""
+        if names is None or not (names.num_chunks or tail):
             state.asked_at = None
             return
         rate = self._prefill.tokens_per_s or ASSUMED_TOKENS_PER_S
@@ -324,7 +333,15 @@ class SchedulerSide:
         first_asked = state.asked_at if state.asked_at is not None else now
         is_late = now - first_asked > self._patience_s
         offer, is_final = self._offers.ask(
-            state.request_id, names.hashes, limit, self.recompute_s, wait_s, saving_s, is_late
+            state.request_id,
+            names.hashes,
+            limit,
+            self.recompute_s,
+            wait_s,
+            saving_s,
+            is_late,
+            tail,
+            state.wishes.source if is_prompt else None,
         )
         if offer is None:
             state.polled_at = 0.0  # checking whether the answer has arrived costs nothing
@@ -349,6 +366,8 @@ class SchedulerSide:
         there.
         """
         num_whole = int(state.request.num_tokens) // self._chunk_size * self._chunk_size
+        if state.tail is not None:
+            num_whole = max(num_whole, state.tail.end)
         return min(num_whole, self._limit_of(state)) - state.num_local
 
     def _end_offer(self, state: RequestState) -> None:
@@ -383,6 +402,8 @@ class Offers:
         wait_s: float | None = None,
         saving_s: float = 0.0,
         is_late: bool = False,
+        tail: bytes = b"",
+        source: str | None = None,
     ) -> tuple[Offer | None, bool]:
         """Return what is available of these chunks, and whether the answer is final. No offer while
         the store has not answered.
@@ -395,16 +416,22 @@ class Offers:
             wait_s: As for `ChunkStore.stage`.
             saving_s: As for `ChunkStore.stage`.
             is_late: What is available now is taken, even if the answer is not final.
+            tail: Hash of the tail; empty: there is none. Only without windowed groups.
+            source: As for `ChunkStore.stage`.
         """
         stage = partial(
-            self._store.stage, recompute_s=recompute_s, wait_s=wait_s, saving_s=saving_s
+            self._store.stage,
+            recompute_s=recompute_s,
+            wait_s=wait_s,
+            saving_s=saving_s,
+            source=source,
         )
         self._open.add(ticket)
         # The windows depend on the length of the prefix, which is not asked again while the windows
         # take several calls.
         known, bound = self._bounds.pop(ticket, (b"", None))
         if bound is None or known != hashes:
-            offer, is_final = self._of_whole_groups(stage, ticket, hashes)
+            offer, is_final = self._of_whole_groups(stage, ticket, hashes, tail)
             if offer is None or not (is_final or is_late) or not self._windowed:
                 return offer, is_final
             bound = _Bound(offer.origins, offer.num_chunks)
@@ -412,6 +439,11 @@ class Offers:
         if not is_final:
             self._bounds[ticket] = hashes, bound
         return offer, is_final
+
+    @property
+    def instance(self) -> str:
+        """See `ChunkStore.instance`."""
+        return self._store.instance
 
     def give_back(self, tickets: Collection[str]) -> None:
         """Release what these requests were offered; unknown tickets are ignored."""
@@ -424,12 +456,15 @@ class Offers:
             self._store.unstage([*ours, *windows])
 
     def _of_whole_groups(
-        self, stage: Callable[..., Staged | None], ticket: str, hashes: bytes
+        self, stage: Callable[..., Staged | None], ticket: str, hashes: bytes, tail: bytes
     ) -> tuple[Offer | None, bool]:
+        num_asked = len(hashes) // CHUNK_HASH_BYTES
         if not self._whole:
-            return Offer(len(hashes) // CHUNK_HASH_BYTES), True
+            return Offer(num_asked), True
+        named = [(group.name, hashes) for group in self._whole if hashes]
+        tails = [(group.name + TAIL, tail) for group in self._whole if tail]
         staged = stage(
-            self._mark + ticket, [self._chain(group.name, hashes) for group in self._whole]
+            self._mark + ticket, [self._chain(name, digests) for name, digests in named + tails]
         )
         if staged is None:
             return Offer(0), True
@@ -438,9 +473,13 @@ class Offers:
         # The prefix ends where any group lacks a chunk. Its origin is the slowest one among the
         # groups.
         nowhere = bytes([StagedFrom.NOWHERE])
-        num_chunks = min(len(tiers.partition(nowhere)[0]) for tiers in staged.tiers)
-        origins = bytes(max(chunk) for chunk in zip(*staged.tiers, strict=True))[:num_chunks]
-        return Offer(num_chunks, origins), staged.is_ready
+        tiers, of_tail = staged.tiers[: len(named)], staged.tiers[len(named) :]
+        num_chunks = min((len(one.partition(nowhere)[0]) for one in tiers), default=0)
+        origins = bytes(max(chunk) for chunk in zip(*tiers, strict=True))[:num_chunks]
+        has_tail = bool(tail) and num_chunks == num_asked and nowhere not in of_tail
+        if has_tail:
+            origins += max(of_tail)
+        return Offer(num_chunks, origins, has_tail), staged.is_ready
 
     def _shortened_to_windows(
         self,
@@ -481,6 +520,8 @@ class Offers:
                 self._chain(group.name, hashes[CHUNK_HASH_BYTES * first : last])
                 for group, first in asked
             ]
+            if bound.is_shorter:  # what is on its way has been waited for
+                stage = partial(stage, source=None)
             staged = stage(self._mark + ticket + WINDOW_TICKET, chains, is_prefix=False)
             if staged is None:
                 return Offer(0), True
@@ -492,7 +533,7 @@ class Offers:
             if not staged.is_ready:
                 return Offer(0), False
             is_found = longest > bound.num_chunks - bound.num_searched or not self._has_states
-            bound.num_chunks = longest
+            bound.num_chunks, bound.is_shorter = longest, True
             bound.num_searched = 1 if is_found else bound.num_searched * STATE_SEARCH
         return Offer(0), True
 
@@ -536,11 +577,13 @@ class _Bound:
         origins: `Offer.origins` of the whole groups; empty if there are none.
         num_chunks: Chunks, from the first, that may still be available.
         num_searched: Of these, how many of the last are searched for recurrent state.
+        is_shorter: Whether chunks of a window have been missing.
     """
 
     origins: bytes
     num_chunks: int
     num_searched: int = 1
+    is_shorter: bool = False
 
     def offer(self, num_chunks: int) -> Offer:
         origins = self.origins or bytes([StagedFrom.HOT]) * num_chunks

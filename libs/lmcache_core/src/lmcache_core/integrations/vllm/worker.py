@@ -83,7 +83,6 @@ class _GroupTransfer:
 
     Attributes:
         lane: The common part of the keys of its chunks on this worker.
-        units: Slots in a chunk.
     """
 
     group: CacheGroup
@@ -91,16 +90,16 @@ class _GroupTransfer:
     connector: PagedGPUConnector
     transfer: KVTransfer
     lane: Lane
-    units: int
-
-    @property
-    def chunk_bytes(self) -> int:
-        return self.memory.layout.num_bytes(self.units)
 
     def named(self, run: ChunkRun) -> list[NamedChunk]:
         """Return the chunks of a run; their positions count from its first slot."""
-        units = self.units
-        return [(i * units, (i + 1) * units, k) for i, k in enumerate(self.lane.keys(run.hashes))]
+        units = self.units_of(run)
+        lane = self.lane.tail if run.is_tail else self.lane
+        return [(i * units, (i + 1) * units, k) for i, k in enumerate(lane.keys(run.hashes))]
+
+    def units_of(self, run: ChunkRun) -> int:
+        """Return the slots in each chunk of a run."""
+        return run.chunk_blocks * self.group.block_size // self.memory.unit_tokens
 
     def arguments(
         self, run: ChunkRun, begin: int, end: int, after: torch.cuda.Event | None
@@ -364,7 +363,7 @@ class WorkerSide:
             decoder,
         )
         lane = Lane(FMT, metadata.model_name, self._num_ranks, metadata.worker_id, group.name)
-        return _GroupTransfer(group, memory, connector, transfer, lane, units)
+        return _GroupTransfer(group, memory, connector, transfer, lane)
 
     @property
     def _device(self) -> torch.device:
@@ -375,7 +374,8 @@ class WorkerSide:
         began = time.monotonic()
         streams = nullcontext() if begun is None else self._streams.own(begun.device)
         with self._guard("retrieve"), torch.inference_mode(), streams:
-            missing = (self._load_run(run, load, begun) for run in load.runs)
+            ends = {run.group: self._end_of(run) for run in load.runs}  # a tail is the last one
+            missing = (self._load_run(run, load, ends[run.group], begun) for run in load.runs)
             bad = [token for token in missing if token is not None]
             first_bad = min(bad, default=None)
         if first_bad is None:
@@ -390,22 +390,33 @@ class WorkerSide:
         for run in load.runs if self.reports_blocks else ():
             size = self._groups[run.group].block_size
             start = run.first * self._chunk_size
-            bad.update(run.block_ids[(first_bad - start) // size : -(-(load.end - start) // size)])
+            first = max(0, first_bad - start) // size
+            bad.update(run.block_ids[first : -(-(load.end - start) // size)])
         return LoadResult(load.request_id, frozenset(bad - {NULL_BLOCK}), first_bad)
 
-    def _load_run(self, run: ChunkRun, load: Load, begun: torch.cuda.Event | None) -> int | None:
-        """Load one group's chunks; return the first token whose KV is missing, None if none is."""
+    def _end_of(self, run: ChunkRun) -> int:
+        size = self._groups[run.group].block_size
+        return run.first * self._chunk_size + len(run.block_ids) * size
+
+    def _load_run(
+        self, run: ChunkRun, load: Load, end_of_group: int, begun: torch.cuda.Event | None
+    ) -> int | None:
+        """Load one run of a group; return the first token whose KV is missing, None if none is.
+
+        Args:
+            end_of_group: Where the last run of the group ends.
+        """
         lane = self._transfers[run.group]
         size, unit = lane.group.block_size, lane.memory.unit_tokens
         start = run.first * self._chunk_size
-        end = min(load.end, start + run.num_chunks * self._chunk_size)
+        end = min(load.end, self._end_of(run))
         present = (i for i, block in enumerate(run.block_ids) if block != NULL_BLOCK)
         num_absent = next(present, len(run.block_ids))
         begin = max(load.begin, start)
         needed = max(begin, lane.group.first_needed_token(load.end))
         first = max(begin, start + num_absent * size)
         blocks = run.block_ids[(first - start) // size : -(-(end - start) // size)]
-        if first > needed or end < load.end or NULL_BLOCK in blocks:
+        if first > needed or end_of_group < load.end or NULL_BLOCK in blocks:
             logger.error("block or chunk missing, not loading: request=%s", load.request_id)
             return begin
         wanted = ((first - start) // unit, (end - start) // unit)
@@ -461,7 +472,10 @@ class WorkerSide:
         return lane.transfer, lane.transfer.begin_store(named, arguments)
 
     def _num_bytes(self, runs: Iterable[ChunkRun]) -> int:
-        return sum(run.num_chunks * self._transfers[run.group].chunk_bytes for run in runs)
+        lanes = ((run, self._transfers[run.group]) for run in runs)
+        return sum(
+            run.num_chunks * lane.memory.layout.num_bytes(lane.units_of(run)) for run, lane in lanes
+        )
 
     def _observe(self, seconds: str, num_bytes: str, began: float, size: int) -> None:
         self._counters.observe(seconds, time.monotonic() - began)

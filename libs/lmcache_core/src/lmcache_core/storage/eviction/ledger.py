@@ -14,6 +14,7 @@ from lmcache_core.errors import ConfigError, IntegrityError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.record import Miss, MissReason
 from lmcache_core.storage.eviction.base import EvictionPolicy
+from lmcache_core.storage.eviction.tails import TailsFirst
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class _Share:
         policy: Eviction order among them, used when the tenant exceeds its quota.
     """
 
-    policy: EvictionPolicy
+    policy: TailsFirst
     used_bytes: int = 0
 
 
@@ -125,7 +126,7 @@ class Ledger:
         self, policy: EvictionPolicy, limits: TierLimits | None = None, clock: Clock = time.time
     ) -> None:
         limits = limits or TierLimits()
-        self._policy = policy
+        self._policy = TailsFirst(policy)
         self._clock = clock
         self._quotas = limits.quotas
         self._shares: dict[str, _Share] = {}
@@ -151,7 +152,7 @@ class Ledger:
         if self._quotas is not None:
             share = self._shares.get(key.tenant)
             if share is None:
-                share = self._shares[key.tenant] = _Share(type(self._policy)())
+                share = self._shares[key.tenant] = _Share(self._policy.like())
             share.policy.on_insert(key, num_bytes)
             share.used_bytes += num_bytes
         if self.has_ttl:
@@ -208,6 +209,16 @@ class Ledger:
     def coldest_first(self) -> list[ChunkKey]:
         """See `EvictionPolicy.coldest_first`."""
         return self._policy.coldest_first()
+
+    @property
+    def oldest_tail(self) -> ChunkKey | None:
+        """See `TailsFirst.oldest_tail`."""
+        return self._policy.oldest_tail
+
+    @property
+    def tail_bytes(self) -> int:
+        """See `TailsFirst.tail_bytes`."""
+        return self._policy.tail_bytes
 
     def quota(self, tenant: str) -> int | None:
         """Return the quota of this tenant in bytes; None if unlimited."""

@@ -97,6 +97,11 @@ class LmBackend(RemoteBackend):
         """Close the connection."""
         await self._client.close()
 
+    @property
+    @override
+    def keeps_tails(self) -> bool:
+        return True
+
     @override
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         async with self._mapped(None):

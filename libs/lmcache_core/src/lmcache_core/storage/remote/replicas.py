@@ -61,6 +61,11 @@ class ReplicatedBackend(RemoteBackend):
         self._seen = Remembered()
         self._num_found_elsewhere = 0
 
+    @property
+    @override
+    def keeps_tails(self) -> bool:
+        return True
+
     async def open(self) -> None:
         """Find the servers; those that are unavailable now are found later."""
         await self._members.open()
