@@ -179,6 +179,7 @@ FRAMES: list[dict[str, Any]] = [
     {"id": 11, "message": ["Prefetch", [[0, {"hex": "c4" * 32}]]]},
     {"id": 12, "message": ["Watch", 77, 5]},
     {"id": 12, "message": ["Changes", 77, 6, True, {"hex": "c4" * 32}]},
+    {"id": 13, "message": ["Expect", "t", [[0, {"hex": "c4" * 64}]], True, 1000, 5000, "pod-7"]},
 ]
 
 

@@ -408,14 +408,14 @@ class SidecarChunkStore(ChunkStore):
         except (IdentityError, UnavailableError) as exc:
             logger.debug("ticket not asked for: error=%s", exc)
             return None
-        return m.Stage(
+        fields = (
             _fitted_ticket(ticket),
             runs,
             is_prefix,
             self._deadline_ms,
             _microseconds(recompute_s),
-            source,
         )
+        return m.Stage(*fields) if source is None else m.Expect(*fields, source)
 
     def _send_stage(
         self, connection: SidecarConnection, ticket: str, request: m.Stage, saving_s: float

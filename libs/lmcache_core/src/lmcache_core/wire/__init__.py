@@ -25,6 +25,7 @@ The socket also takes HELLO, LANE, CONTEXT and PING, and answers in order (`lmca
     COMMIT extents, heads      CONTAINS_OK         which are visible now
     LOAD names                 EXTENTS             chunks in shared memory, then why one is missing
     STAGE ticket, names        PROMISE             what is held for a request, of all ranks
+    EXPECT and who has them    PROMISE             as STAGE, of chunks that are still to come
     DONE extents, tickets      OK                  released
     LOOKUP, PREFETCH names     CONTAINS_OK, OK
     REJECT, DESCRIBE, STATS    OK, OK, STATS_OK

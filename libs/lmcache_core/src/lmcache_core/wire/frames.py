@@ -71,10 +71,11 @@ class FrameType(IntEnum):
     PREFETCH = 32
     WATCH = 33
     CHANGES = 34
+    EXPECT = 35
 
 
 _TYPES = MappingProxyType({int(kind): kind for kind in FrameType})
-_OF_ARENA = frozenset(range(FrameType.RESERVE, FrameType.CHANGES + 1))
+_OF_ARENA = frozenset(range(FrameType.RESERVE, FrameType.EXPECT + 1))
 """Frames about a sidecar's arena, used only on its Unix socket."""
 WITH_RECORD = frozenset({FrameType.PUT, FrameType.HANDOVER})
 _WITH_BLOB = WITH_RECORD | {FrameType.CHUNK}

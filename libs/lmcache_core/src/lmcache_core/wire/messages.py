@@ -419,7 +419,6 @@ class Stage(StrictMessage, frozen=True):
         is_prefix: Ignore everything after the first missing chunk of a chain.
         deadline_ms: Longest time for a lift.
         recompute_us: As in LOAD.
-        source: As in `ChunkStore.stage`.
     """
 
     frame_type = FrameType.STAGE
@@ -428,7 +427,18 @@ class Stage(StrictMessage, frozen=True):
     is_prefix: bool
     deadline_ms: _Deadline
     recompute_us: _RecomputeTime
-    source: Annotated[str, Meta(max_length=MAX_SOURCE_CHARS)] | None = None
+
+
+class Expect(Stage, frozen=True):
+    """Asks as STAGE does about chunks that another engine has just computed: missing ones are waited
+    for, for a moment. Answered by PROMISE.
+
+    Attributes:
+        source: Id or host of the instance that has them, or will; empty: unknown.
+    """
+
+    frame_type = FrameType.EXPECT
+    source: Annotated[str, Meta(max_length=MAX_SOURCE_CHARS)]
 
 
 class Promise(StrictMessage, frozen=True):
@@ -541,7 +551,7 @@ class StatsOk(StrictMessage, frozen=True):
     stats: dict[str, dict[str, int]]
 
 
-_KINDS = [kind for base in (Message, StrictMessage) for kind in base.__subclasses__()]
+_KINDS = [kind for base in (Message, StrictMessage, Stage) for kind in base.__subclasses__()]
 _DECODERS = MappingProxyType(
     {kind.frame_type: msgspec.msgpack.Decoder(kind) for kind in _KINDS if kind is not StrictMessage}
 )

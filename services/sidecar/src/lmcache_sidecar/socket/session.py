@@ -59,6 +59,7 @@ _REQUESTS = frozenset(
         FrameType.COMMIT,
         FrameType.LOAD,
         FrameType.STAGE,
+        FrameType.EXPECT,
         FrameType.DONE,
         FrameType.REJECT,
         FrameType.DESCRIBE,
@@ -402,7 +403,7 @@ class EngineSession:
                 deadline_s=request.deadline_ms / 1000,
                 is_prefix=request.is_prefix,
                 recompute_s=recompute_s,
-                source=request.source,
+                source=request.source if isinstance(request, m.Expect) else None,
             )
         )
         if request.is_prefix:

@@ -152,11 +152,10 @@ class Wishes:
         params = getattr(request, "kv_transfer_params", None)
 
         def read(name: str, kind: type[T], fits: Callable[[T], object] = lambda value: True) -> T:
-            value = params.get(name) if isinstance(params, dict) else None
-            if isinstance(value, kind) and fits(value):
+            value = params.get(name, kind()) if isinstance(params, dict) else kind()
+            if isinstance(value, kind) and (not value or fits(value)):
                 return value
-            if value is not None:
-                counters.add(IGNORED_WISHES_TOTAL)
+            counters.add(IGNORED_WISHES_TOTAL)
             return kind()
 
         source = read(SOURCE, str, _INSTANCE.fullmatch)
