@@ -15,7 +15,7 @@ from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.neighbourhood import Sidecar, start_sidecar
 from tests.fixtures.processes import Processes
-from tests.fixtures.vllm_engine import FULL, STATE, Engine, Shape, local, running, window
+from tests.fixtures.vllm_engine import FULL, STATE, Engine, Limits, Shape, local, running, window
 from tests.fixtures.vllm_engine.stores import FlakyStore
 from tests.fixtures.vllm_engine.worlds import prompt, with_sidecar
 
@@ -64,11 +64,13 @@ def whole(num_tokens: int, size: int) -> int:
     return num_tokens // size * size
 
 
+@pytest.mark.parametrize("tokens_in_a_step", [6, 64])
 def test_the_engine_that_decodes_computes_less_than_a_block(
-    any_module: ModuleType, own_model: Path, sidecar: Sidecar
+    any_module: ModuleType, own_model: Path, sidecar: Sidecar, tokens_in_a_step: int
 ) -> None:
     with ExitStack() as exits:
-        pair = Pair(exits, any_module, own_model, sidecar)
+        limits = Limits(tokens_in_a_step)
+        pair = Pair(exits, any_module, own_model, sidecar, limits=limits)
         found = {length: pair.found(prompt(length, length)) for length in LENGTHS}
     assert found == {length: whole(length, BLOCK) for length in LENGTHS}
 
