@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 
-from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
+from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey, Lane
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
 from lmcache_core.record import (
@@ -44,6 +44,7 @@ def make_chunk(
     payload: bytes | None = None,
     lossy: bool = False,
     allocate: Allocate | None = None,
+    lane: Lane | None = None,
 ) -> Chunk:
     """A whole and valid chunk; the caller owns it.
 
@@ -53,8 +54,11 @@ def make_chunk(
         payload: Its bytes, instead of `make_payload(name)`.
         lossy: Mark it as coming from a lossy encoding.
         allocate: Where its memory comes from, instead of plain Python bytes.
+        lane: Instead of that of all others.
     """
     key = make_key(name, tenant)
+    if lane is not None:
+        key = ChunkKey(tenant, lane, key.packed_hash)
     data = make_payload(name) if payload is None else payload
     spec = TensorSpec("", "uint8", (len(data),), 0, len(data))
     serde = "cachegen" if lossy else "naive"

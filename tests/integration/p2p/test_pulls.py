@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
+from lmcache_core.lookup.messages import LookupAnswer
+from lmcache_core.p2p import BrokerClient
 from lmcache_core.record import Chunk, Miss, MissReason, Result
+from lmcache_core.storage.expected import EXPECTED_FROM
+from lmcache_core.storage.peer import LISTED_S, P2PBackend
 
 from tests.fixtures.peers import Town, town
 from tests.fixtures.wire import until
@@ -43,6 +48,21 @@ def taken(results: Sequence[Result], names: Sequence[str] = NAMES) -> list[MissR
 
 
 ALL = [None] * len(NAMES)
+
+
+class CountingBroker:
+    """Counts how often it is asked for a list."""
+
+    def __init__(self, inner: BrokerClient) -> None:
+        self._inner = inner
+        self.num_lists = 0
+
+    async def peers(self) -> object:
+        self.num_lists += 1
+        return await self._inner.peers()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 async def test_a_hanging_peer_is_left_for_a_second_holder(world: Town) -> None:
@@ -131,3 +151,43 @@ async def test_a_cancelled_pull_releases_its_memory(world: Town) -> None:
     with pytest.raises(asyncio.CancelledError):
         await pulling
     await world.arena.until_empty()
+
+
+class UnknowingLookup:
+    """Knows of no chunk (yet)."""
+
+    async def lookup(self, chunk_ids: Sequence[bytes], exclude: Sequence[str]) -> LookupAnswer:
+        return LookupAnswer(0, [])
+
+
+@pytest.mark.parametrize("source", ["a", "127.0.0.1"])
+async def test_an_instance_that_is_to_have_chunks_is_asked_before_lookup_knows(
+    world: Town, source: str
+) -> None:
+    await world.add("a", NAMES)
+    tier = P2PBackend("me", UnknowingLookup(), world.broker, world.pool)  # type: ignore[arg-type]
+    keys = [make_key(name) for name in NAMES]
+    assert await tier.batched_contains(keys) == [False] * len(keys)
+    EXPECTED_FROM.set(source)
+    assert await tier.batched_contains(keys) == [True] * len(keys)
+    assert taken(await tier.batched_get(keys, world.arena)) == ALL
+    await tier.close()
+
+
+@pytest.mark.parametrize("source", ["me", "stranger", "127.0.0.2", "10.0.0.1:65432", "b"])
+async def test_nothing_but_a_peer_is_asked(world: Town, source: str) -> None:
+    """Not an address that a client names, nor a storage server; the broker is asked once."""
+    await world.add("a", NAMES)
+    broker = CountingBroker(world.broker)
+    await world.announce("me", world.proxies["a"].port)
+    tier = P2PBackend("me", UnknowingLookup(), broker, world.pool)  # type: ignore[arg-type]
+    keys = [make_key(name) for name in NAMES]
+    EXPECTED_FROM.set(source)
+    for _ in range(3):
+        assert await tier.batched_contains(keys) == [False] * len(keys)
+    assert broker.num_lists == 1
+    await asyncio.sleep(LISTED_S)
+    await world.announce("b", world.proxies["a"].port)
+    assert await tier.batched_contains(keys) == [source == "b"] * len(keys)
+    assert broker.num_lists == 2
+    await tier.close()

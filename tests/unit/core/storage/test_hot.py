@@ -14,7 +14,13 @@ from lmcache_core.memory import ArenaAllocator, MemoryAllocatorInterface, Memory
 from lmcache_core.record import Miss, MissReason
 from lmcache_core.storage import hot as hot_module
 from lmcache_core.storage.eviction import Ledger, TenantQuotas, TierLimits, create_policy
-from lmcache_core.storage.hot import MAX_EXPIRED_PER_CALL, HeldChunk, LocalCPUBackend
+from lmcache_core.storage.hot import (
+    MAX_EXPIRED_PER_CALL,
+    TAIL_S,
+    TAILS_SHARE,
+    HeldChunk,
+    LocalCPUBackend,
+)
 
 from tests.fixtures.disk_tier import Clock
 from tests.suites.backend_suite import payload_of
@@ -22,6 +28,7 @@ from tests.suites.chunks import make_chunk, make_key, make_payload
 
 SLOT_BYTES = 1024
 NUM_SLOTS = 8
+TAIL_BYTES = SLOT_BYTES // 2
 
 
 @pytest.fixture
@@ -141,6 +148,40 @@ def put_one(hot: LocalCPUBackend, name: object) -> ChunkKey:
 def get(hot: LocalCPUBackend, key: ChunkKey) -> bytes | MissReason:
     [chunk] = hot.get_many([key])
     return hot.miss(key).reason if chunk is None else payload_of(chunk)
+
+
+def tail_in(
+    hot: LocalCPUBackend, name: object, num_bytes: int = TAIL_BYTES
+) -> tuple[ChunkKey, bool]:
+    """Store a tail; whether it is held."""
+    chunk = make_chunk(name, payload=make_payload(name, num_bytes), lane=make_key(name).lane.tail)
+    [is_held] = hot.put_many([chunk])
+    return chunk.key, is_held
+
+
+def test_tails_go_first_and_have_a_share_of_their_own(removed, clock):
+    """64 slots, of which tails may take one: two tails of half a slot."""
+    hot = LocalCPUBackend(
+        ArenaAllocator.anonymous(SLOT_BYTES * TAILS_SHARE),
+        create_policy(),
+        removed.append,
+        clock=clock,
+    )
+    tails = [tail_in(hot, f"tail {i}")[0] for i in range(3)]
+    assert removed == [tails[0]]
+    keys = put(hot, *range(TAILS_SHARE))
+    assert removed == tails, "whole chunks do not make room for each other yet"
+    assert hot.contains_many(keys) == [True] * TAILS_SHARE
+    tails += [tail_in(hot, f"late tail {i}")[0] for i in range(10)]
+    assert hot.contains_many(keys).count(False) == 1, "the share of all tails together"
+    assert hot.contains_many(tails[-2:]) == [True, True]
+    assert not tail_in(hot, "large tail", SLOT_BYTES + 1)[1]
+    clock.now += TAIL_S + 1
+    assert get(hot, tails[-1]) == make_payload("late tail 9", TAIL_BYTES), "it is right at any age"
+    new, is_held = tail_in(hot, "after a minute", TAIL_BYTES // 2)
+    assert is_held
+    assert hot.contains_many([*tails, new]) == [False] * len(tails) + [True]
+    hot.check_integrity()
 
 
 def test_expired_chunks_are_evicted_first(limited, clock, removed):

@@ -18,9 +18,16 @@ from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Allocate, Miss, Result, Staged
 from lmcache_core.storage import staging as staging_module
 from lmcache_core.storage.eviction import create_policy
+from lmcache_core.storage.expected import EXPECTED_S
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.stack import TierStack
-from lmcache_core.storage.staging import PROBE_SHARE, STAGE_LEASE_S, ChunkBudget, Stager
+from lmcache_core.storage.staging import (
+    AGAIN_S,
+    PROBE_SHARE,
+    STAGE_LEASE_S,
+    ChunkBudget,
+    Stager,
+)
 
 from tests.fixtures.chains import (
     PAYLOAD_BYTES,
@@ -36,6 +43,8 @@ from tests.fixtures.waiting import until
 from tests.suites.chunks import held_keys
 
 PATIENCE_S = 60.0
+POLL_S = 0.021
+"""Between two looks of a test that waits."""
 
 
 @dataclass
@@ -170,6 +179,36 @@ async def test_lift_ends_at_its_deadline_and_keeps_the_chunks_of_other_tiers(
         assert not w.staging.run(question).is_ready
         assert await w.settled("t") == Staged(True, (b"\2\2\0\0",))
         assert now() - began == pytest.approx(limit_s, abs=0.1)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("comes_after_s", [0.0, 0.05, 0.09, None])
+@pytest.mark.parametrize("recompute_s", [None, 0.02])
+async def test_chunks_that_are_on_their_way_are_waited_for_a_moment(
+    comes_after_s: float | None, recompute_s: float | None
+) -> None:
+    """Two of four chunks come later, or never; nothing waits longer than they take to compute."""
+    shelf, chain = Shelf(), chain_of(range(4))
+    names = names_of(keys_of_rank(chain, 0))
+    shelf.held.update(names[:2])
+    loop = asyncio.get_running_loop()
+    async with world(shelf) as w:
+        began = loop.time()
+        if comes_after_s is not None:
+            loop.call_later(comes_after_s, lambda: shelf.held.update(names))
+        question = w.staging.stage(
+            "t", [chain], deadline_s=PATIENCE_S, recompute_s=recompute_s, source=""
+        )
+        assert not w.staging.run(question).is_ready
+        limit_s = EXPECTED_S if recompute_s is None else 4 * recompute_s
+        in_time = comes_after_s is not None and comes_after_s + AGAIN_S < limit_s
+        assert (await w.settled("t")).tiers == (b"\2\2\2\2" if in_time else b"\2\2\0\0",)
+        waited_s = loop.time() - began
+        assert waited_s <= (AGAIN_S + comes_after_s if in_time else limit_s) + POLL_S  # type: ignore[operator]
+        began = loop.time()
+        w.stage("other", chain_of(range(9, 12)))
+        await w.settled("other")
+        assert loop.time() - began <= POLL_S, "nothing is known to be on its way"
 
 
 async def test_cost_of_a_long_chain_is_that_of_its_held_part() -> None:

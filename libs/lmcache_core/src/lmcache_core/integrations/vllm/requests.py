@@ -158,10 +158,12 @@ class Wishes:
             counters.add(IGNORED_WISHES_TOTAL)
             return kind()
 
-        source = read(SOURCE, str, _INSTANCE.fullmatch)
+        source = read(SOURCE, str, _is_instance)
         for name in ("remote_prefiller", "remote_kv_source"):
-            host = read(name, dict, lambda at: _INSTANCE.fullmatch(str(at.get("remote_host", "-"))))
-            source = source or host.get("remote_host", "")
+            host = read(name, dict, lambda at: _is_instance(at.get("remote_host"))).get(
+                "remote_host"
+            )
+            source = source or host or ""
         is_prefilled = role.is_consumer or read("do_remote_prefill", bool)
         hands_over = read("do_remote_decode", bool) or bool(read("remote_decoder", dict))
         return cls(
@@ -182,6 +184,11 @@ class Wishes:
             return None
         source = {SOURCE: instance} if instance else {}
         return {"do_remote_prefill": True, "do_remote_decode": False, **source}
+
+
+def _is_instance(name: object) -> bool:
+    """Return whether it is a possible id or host of an instance, or None."""
+    return name is None or (isinstance(name, str) and _INSTANCE.fullmatch(name) is not None)
 
 
 @dataclass(frozen=True)
