@@ -430,8 +430,8 @@ class Stage(StrictMessage, frozen=True):
 
 
 class Expect(Stage, frozen=True):
-    """Asks as STAGE does about chunks that another engine has just computed: missing ones are waited
-    for, for a moment. Answered by PROMISE.
+    """Asks as STAGE does about chunks that another engine has just computed: missing ones are
+    waited for, for a moment. Answered by PROMISE.
 
     Attributes:
         source: Id or host of the instance that has them, or will; empty: unknown.
