@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,8 @@ class Cluster:
         tenants: The tenants that have nodes.
         directories: Remote tiers that are directories, each by the machine that has its disk.
         remotes: The URL of the remote tier of each node.
+        prefilled: Prompts that engines of each tenant have computed for others, the latest ones,
+            with what a proxy passes on.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class Cluster:
         self.memory_chunk = dice.choice(SCALES) * chunk_bytes
         self._disk_chunk = dice.choice(SCALES) * chunk_bytes
         self.redis = RedisServer()
+        self.prefilled = {tenant: deque[tuple[list[int], Any]](maxlen=8) for tenant in self.tenants}
         self.processes: dict[str, Process] = {}
         self.machines: dict[str, Machine] = {
             name: world.machine(name) for name in ("redis", *SERVICES)

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from lmcache_core.integrations.vllm.requests import SOURCE
 from lmcache_core.integrations.vllm.scheduler import WINDOW_TICKET
+from lmcache_core.keys import TAIL
 
 from tests.chaos.cluster.worker import (
     BOUND_S,
@@ -62,6 +64,8 @@ MAX_NEW_TOKENS = (8, 24)
 STEP_S = 0.02
 LATE_CHANCE, MAX_LATE_S = 0.3, 10 * STEP_S
 LOSS_CHANCE, RESET_CHANCE, REPEAT_CHANCE = 0.05, 0.4, 0.5
+PREFILL_CHANCE, DECODE_CHANCE = 0.2, 0.25
+"""How often a proxy has a prompt computed for another engine, and one decoded that was computed."""
 NOTICE_S = 0.5
 """After the death of a worker, its engine and the other workers run for this time."""
 END_S = 60.0
@@ -109,7 +113,8 @@ def _connector() -> ModuleType:
         """Blocks before the first chunk that is missing are not reported."""
         found, books = result(side, load, first_bad), _clients[os.getpid()]
         block_size = books.engine.shape.block_size
-        num_blocks = books.loaded.pop(threading.get_ident(), 0) * CHUNK_SIZE // block_size
+        num_loaded = books.loaded.pop(threading.get_ident(), 0)
+        num_blocks = 0 if load.runs[-1].is_tail else num_loaded * CHUNK_SIZE // block_size
         if loaded := found.bad_blocks.intersection(load.runs[0].block_ids[:num_blocks]):
             books.engine.faults.append(f"error: {len(loaded)} loaded blocks count as missing")
         return found
@@ -362,6 +367,7 @@ class VllmClient:
         self._num_tails = 0
         self._max_new_tokens = self._dice.choice(MAX_NEW_TOKENS)
         self._last_prompt: list[int] = []
+        self._prefilled = engine.cluster.prefilled[engine.cluster.tenant_of(engine.node)]
         self._answered_s = 0.0
         self._engine = self._open()
 
@@ -370,14 +376,15 @@ class VllmClient:
         are preempted.
         """
         dice = self._dice
-        requests = [
-            self._engine.add(self._prompt(), dice.randint(1, self._max_new_tokens))
-            for _ in range(dice.randint(1, MAX_AT_ONCE[self._simulated.shape]))
-        ]
+        num_requests = dice.randint(1, MAX_AT_ONCE[self._simulated.shape])
+        requests = [self._next_request() for _ in range(num_requests)]
         aborted = [one for one in requests if dice.random() < 0.1]
         self._serve(requests, aborted, dice.randint(1, 16), dice.random() < RESET_CHANCE)
         totals = self._simulated.totals
         for request in requests:
+            if request.handed_over is not None:
+                totals["prefilled"] += 1
+                self._prefilled.append((request.prompt_token_ids, self._relayed(request)))
             if request not in aborted and request.request_id in self._engine.scheduler.tallies:
                 tally = self._engine.tally(request)
                 totals["requests"] += 1
@@ -386,6 +393,26 @@ class VllmClient:
                 totals["loaded"] += tally.num_external
                 totals["preempted"] += request.num_preemptions
         self._forget(requests, dice.random() < 0.5)
+
+    def _next_request(self) -> Request:
+        """Add a client's request, or one of the two that a proxy makes of it."""
+        dice, fate = self._dice, self._dice.random()
+        num_tokens, transfer = dice.randint(1, self._max_new_tokens), None
+        if fate < PREFILL_CHANCE:
+            prompt, num_tokens = self._prompt(), 1
+            transfer = dice.choice([{"do_remote_decode": True}, {"remote_decoder": {"id": "1"}}])
+        elif fate < PREFILL_CHANCE + DECODE_CHANCE and self._prefilled:
+            prompt, transfer = dice.choice(self._prefilled)
+            self._simulated.totals["decoded"] += 1
+        else:
+            prompt = self._prompt()
+        return self._engine.add(prompt, num_tokens, transfer=transfer)
+
+    def _relayed(self, request: Request) -> Any:
+        """Return what a proxy passes on of a prompt that was computed."""
+        named = {"remote_prefiller": {"remote_host": self._simulated.node}}
+        lost = {"do_remote_prefill": True, SOURCE: "nowhere"}
+        return self._dice.choice([request.handed_over, request.handed_over, named, lost, None])
 
     def find(self, family: int) -> int:
         """Ask for the first prompt of a family plus one token, after a shorter one; vLLM stores
@@ -479,7 +506,8 @@ class VllmClient:
         for load in worker.connector._get_connector_metadata().loads:
             for run in load.runs:
                 hashes = [run.hashes[i : i + 32].hex() for i in range(0, len(run.hashes), 32)]
-                if not self.books.keeps(load.request_id, groups[run.group].name, hashes):
+                name = groups[run.group].name + TAIL * run.is_tail
+                if not self.books.keeps(load.request_id, name, hashes):
                     faults.append(f"error: {load.request_id} loads what may be gone")
                 for i, block in enumerate(run.block_ids):
                     if run.first * CHUNK_SIZE + i * size >= load.begin:
