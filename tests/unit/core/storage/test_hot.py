@@ -160,7 +160,7 @@ def tail_in(
 
 
 def test_tails_go_first_and_have_a_share_of_their_own(removed, clock):
-    """64 slots, of which tails may take one: two tails of half a slot."""
+    """Tails may take one slot of all: two tails of half a slot."""
     hot = LocalCPUBackend(
         ArenaAllocator.anonymous(SLOT_BYTES * TAILS_SHARE),
         create_policy(),

@@ -50,7 +50,7 @@ LISTED_AT_ONCE = 1024
 REMOVED_AT_ONCE = 1024
 """Chunks removed before other work gets its turn."""
 EVICTED_AT_ONCE_BYTES = 64 << 20
-TAILS_SHARE = 64
+TAILS_SHARE = 32
 """Tails take at most one part in this many of the memory; beyond that they displace each other."""
 TAIL_S = 60.0
 """Age at which a tail makes room for another one even where there is more: its reader has come, or
