@@ -231,11 +231,14 @@ class Owner:
 
     Args:
         directory: For settings, logs and sockets.
+
+    Attributes:
+        services: All that it has started.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._services: list[Service] = []
+        self.services: list[Service] = []
         self._engines: list[EngineProcess] = []
         self._commands: list[subprocess.Popen[bytes]] = []
 
@@ -252,14 +255,14 @@ class Owner:
             engine.end()
         for command in self._commands:
             end_group(command, signal.SIGTERM)
-        for service in reversed(self._services):
+        for service in reversed(self.services):
             if service.is_alive:
                 service.end()
 
     def service(self, module: str, name: str, settings: Mapping[str, Any]) -> Service:
         """A service, started."""
         service = Service(module, name, self.directory, settings)
-        self._services.append(service)
+        self.services.append(service)
         service.start()
         return service
 
