@@ -22,6 +22,7 @@ from tests.bench.engines import CHUNK_BYTES, SHARED_MEMORY, running_sidecar
 from tests.bench.limits import copy_work, new_mapping_work, redis_limits, socket_limit
 from tests.bench.peer_child import Shape
 from tests.bench.tiers import drop_from_cache
+from tests.fixtures.ports import free_port
 from tests.fixtures.redis_server import running_redis
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -287,12 +288,6 @@ def peer_environment() -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "CUDA_VISIBLE_DEVICES": "",
     }
-
-
-def free_port() -> int:
-    """Return a port of loopback that is free."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _little_room(shape: Shape) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.ports import free_port
 from tests.vllm.engines import CHUNK_SIZE, Ask
 from tests.vllm.models import LLAMA
 from tests.vllm.references import TOLERANCES, prompt
@@ -68,8 +68,7 @@ def start(world: World, options: dict[str, Any]) -> Server:
     """A server whose log is as people have it: what it logs every ten seconds is made of the
     connector's figures, too.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
+    port = free_port()
     arguments = [
         "-m",
         "vllm.entrypoints.openai.api_server",

@@ -25,8 +25,9 @@ from lmcache_ctl.doctor.configuration import MODELS, ConfigFile, check_files
 
 from tests.fixtures.ctl import Ctl, SmallCluster
 from tests.fixtures.kubernetes_pods import pod, pods_api
+from tests.fixtures.ports import free_port
 from tests.fixtures.redis_sentinel import watched_redis
-from tests.fixtures.redis_server import free_port, redis_executable, running_redis
+from tests.fixtures.redis_server import redis_executable, running_redis
 from tests.fixtures.service_process import running_service
 from tests.fixtures.tls import Authority, early_pair, ended_pair, replace
 from tests.fixtures.waiting import wait_until

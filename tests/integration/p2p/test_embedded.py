@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,19 +16,13 @@ from lmcache_core.wire.client import LmClient
 from tests.fixtures.embedded import PATIENT, embedded_engine
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
+from tests.fixtures.ports import free_port
 from tests.suites.chunks import make_chunk, make_key
 
 NUM_TOKENS = 6 * CHUNK_SIZE
 TOKENS = tokens_of(NUM_TOKENS)
 
 Start = Callable[..., LMCacheEngine]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from lmcache_core.storage.tiers import build_tiers
 from lmcache_core.wire.server import LmServer
 
 from tests.fixtures.kv import make_config
-from tests.fixtures.redis_server import free_port
+from tests.fixtures.ports import free_port
 from tests.fixtures.service_process import running_service
 from tests.fixtures.waiting import until
 from tests.fixtures.wire import MemoryStore

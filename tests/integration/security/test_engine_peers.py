@@ -15,8 +15,8 @@ from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.embedded import PATIENT
 from tests.fixtures.neighbourhood import Neighbourhood, eventually, get_json
+from tests.fixtures.ports import free_port
 from tests.fixtures.processes import Processes
-from tests.fixtures.redis_server import free_port
 from tests.fixtures.sidecar import engine_at
 from tests.fixtures.tls import Authority, Pair, replace
 from tests.fixtures.tls_engines import (

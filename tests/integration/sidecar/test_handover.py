@@ -14,8 +14,8 @@ from lmcache_demo.settings import quiet_environment
 from tests.fixtures.embedded import PATIENT
 from tests.fixtures.kv import CHUNK_SIZE, assert_equal_prefix, empty_kv, random_kv, tokens_of
 from tests.fixtures.neighbourhood import Sidecar, start_sidecar
+from tests.fixtures.ports import free_port
 from tests.fixtures.processes import Processes
-from tests.fixtures.redis_server import free_port
 from tests.fixtures.sidecar import engine_at
 from tests.fixtures.waiting import wait_until
 
