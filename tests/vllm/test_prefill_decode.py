@@ -20,6 +20,8 @@ EDGES = (
     *(1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1),
     *(CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, CHUNK_SIZE + BLOCK_SIZE, 2 * CHUNK_SIZE, 700),
 )
+ARENA_GB = 0.2
+"""The ends of all prompts of a test find room (`TAILS_SHARE`)."""
 SAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
     "nothing": (None, None),
     "llm-d": (
@@ -56,7 +58,7 @@ class Pods:
 def pods(world: World, model: str = LLAMA, **options: Any) -> Iterator[Pods]:
     """A prefill and a decode pod that know each other through lookup and broker alone."""
     near = neighbourhood(world.owner)
-    both = [world.sidecar(name, **near) for name in ("prefill", "decode")]
+    both = [world.sidecar(name, **near, arena_gb=ARENA_GB) for name in ("prefill", "decode")]
     decode = world.owner.engine("decode")
 
     def in_role(role: str, at: str) -> dict[str, Any]:
