@@ -18,7 +18,10 @@ LOOKUP = {
     "num_chunks": NUM_CHUNKS,
     "num_found": NUM_CHUNKS,
     "found": {"memory": NUM_CHUNKS},
+    "num_at_once": 400,
     "is_final": True,
+    "settled_s": 0.0312,
+    "source": "pod-7",
     "missing": None,
     "chunk_hashes": HASHES,
 }
@@ -67,4 +70,5 @@ def test_what_a_request_found_is_shown_even_if_its_chunks_are_not_all_explained(
     monkeypatch.setattr(Sidecar, "max_chunks", max_chunks)
     text = " ".join(Ctl().text("explain", "--request", "chatcmpl-7", "--url", url).split())
     assert "The request found 600 of 600 chunks (600 in memory)" in text
+    assert "It expected them of pod-7: 400 were here at once, 200 came within 0.031 s." in text
     assert said in text

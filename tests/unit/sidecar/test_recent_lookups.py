@@ -43,6 +43,9 @@ def store(sidecar: RunningSocket) -> Iterator[SidecarChunkStore]:
     client.close()
 
 
+HAVE_ALL = Staged(True, (b"\1\1\1\1",))
+
+
 def recent(sidecar: RunningSocket) -> RecentLookups:
     return sidecar.server.context.lookups
 
@@ -68,6 +71,20 @@ def test_last_answer_to_a_request_is_remembered(
     assert (found.num_chunks, found.is_final, found.missing) == (4, True, "never_stored")
     assert found.chunk_hashes == [key.chunk_hash for key in keys_of_rank(CHAIN, 0)]
     assert recent(sidecar).latest("chatcmpl-8") is None
+
+
+def test_what_came_while_a_request_waited_is_remembered(
+    sidecar: RunningSocket, store: SidecarChunkStore
+) -> None:
+    store_chunks(store, keys_of_rank(CHAIN, 0)[:1])
+    store.stage("a", [CHAIN], source="pod-7")
+    store_chunks(store, keys_of_rank(CHAIN, 0)[1:])
+    until(lambda: store.stage("a", [CHAIN], source="pod-7") == HAVE_ALL, "not found")
+    found = latest(sidecar, "a")
+    assert (found.source, found.num_at_once, found.found.total()) == ("pod-7", 1, 4)
+    assert found.settled_s is not None
+    store.stage("b", [CHAIN])
+    assert (latest(sidecar, "b").source, latest(sidecar, "b").num_at_once) == (None, 4)
 
 
 def test_reason_is_that_of_the_first_missing_chunk(

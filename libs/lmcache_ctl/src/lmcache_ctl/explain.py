@@ -49,6 +49,7 @@ CAUSES: Final = {
     ),
     "expired": "it was older than chunk_ttl_s: raise that, or leave it out",
     "no_memory": "memory had no room for it: raise arena_gb",
+    "promised": "an engine is storing it now: ask again",
     "encoding": _CODEC,
     "profile": _CODEC,
     "corrupt": _DAMAGED,
@@ -281,6 +282,12 @@ def _cause_then(lookup: Mapping[str, Any], size: int) -> str:
         f"The request found {found} of {wanted} chunks{f' ({by_tier})' if by_tier else ''},"
         f" {lookup['age_s']:.0f} s ago."
     )
+    if lookup["source"] is not None and lookup["settled_s"] is not None:
+        told += (
+            f" It expected them of {lookup['source'] or 'any instance'}: {lookup['num_at_once']}"
+            f" were here at once, {found - lookup['num_at_once']} came within"
+            f" {lookup['settled_s']:.3f} s."
+        )
     if found >= wanted:
         return told
     if not lookup["is_final"]:

@@ -41,6 +41,10 @@ class RecentLookup:
             layers.
         is_final: Whether nothing more was being read when the engine last asked.
         missing: Why memory did not have the first missing chunk; "" if none was missing.
+        num_at_once: Chunks of the prefix that memory had at the first request.
+        settled_s: Seconds from then until the engine learned that nothing more was being read; None
+            while something is.
+        source: Where another engine's chunks were expected from, as for `ChunkStore.stage`.
     """
 
     request_id: str
@@ -52,6 +56,9 @@ class RecentLookup:
     found: Counter[StagedFrom] = field(default_factory=Counter)
     is_final: bool = False
     missing: str = ""
+    num_at_once: int = 0
+    settled_s: float | None = None
+    source: str | None = None
 
     @property
     def chunk_hashes(self) -> list[str]:
@@ -74,13 +81,20 @@ class RecentLookups:
         self._tenant = tenant
         self._lookups: OrderedDict[str, RecentLookup] = OrderedDict()
 
-    def note(self, request_id: str, chains: Sequence[ChunkChain], staged: Staged) -> None:
+    def note(
+        self,
+        request_id: str,
+        chains: Sequence[ChunkChain],
+        staged: Staged,
+        source: str | None = None,
+    ) -> None:
         """Record the answer to a lookup of a prefix; it replaces an earlier answer to the same
         lookup. Hashes are cut to `MAX_CHUNKS`; counts and the reason are those of the whole prompt.
 
         Args:
             request_id: Name of the ticket.
             chains: The requested chunks; none: the same as before.
+            source: As for `ChunkStore.stage`.
         """
         known = self._lookups.get(request_id)
         chains = [chain for chain in chains if not chain.group.endswith(TAIL)]
@@ -95,6 +109,8 @@ class RecentLookups:
                     len(chains),
                     num_chunks,
                     hashes,
+                    num_at_once=count_prefix(staged.tiers[: len(chains)]).total(),
+                    source=source,
                 )
                 self._lookups[request_id] = known
                 self._lookups.move_to_end(request_id)
@@ -103,6 +119,10 @@ class RecentLookups:
         tiers = staged.tiers[: known.num_groups]
         known.found = count_prefix(tiers)
         known.is_final = staged.is_ready
+        if not staged.is_ready:
+            known.settled_s = None
+        elif known.settled_s is None:
+            known.settled_s = max(0.0, time.time() - known.asked_at)
         if chains:
             known.missing = self._why_missing(chains, tiers)
         if len(self._lookups) > MAX_LOOKUPS:

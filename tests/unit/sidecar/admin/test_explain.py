@@ -161,6 +161,16 @@ async def test_the_remote_tier_is_asked_past_its_breaker(tmp_path: Path) -> None
         assert second["missing"] == "never_stored"
 
 
+async def test_a_chunk_that_an_engine_is_storing_is_promised(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, parts):
+        parts.descriptions.note(describe())
+        parts.stack.expected.add(key_of(HASHES[0]))
+        first, second = await states(client, HASHES[0], HASHES[1])
+        assert (first["missing"], second["missing"]) == ("promised", "never_stored")
+        await store(parts, key_of(HASHES[0]))
+        assert (await states(client, HASHES[0]))[0]["missing"] is None
+
+
 async def test_latest_descriptions_are_explained_first(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, parts):
         for number in range(6):

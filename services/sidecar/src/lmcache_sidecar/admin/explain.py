@@ -39,6 +39,7 @@ TIER_OF = {
     StagedFrom.OTHER: "other",
 }
 QUARANTINED = "quarantined"
+PROMISED = "promised"
 UNKNOWN = "unknown"
 
 T = TypeVar("T")
@@ -103,8 +104,8 @@ class StateView(ApiModel):
     places: list[PlaceView]
     """Fastest tier first; tiers without the chunk are omitted."""
     missing: str | None
-    """Why no tier is known to have it, for example `never_stored`, `evicted`, `quarantined` or
-    `unknown` (a tier did not answer); null: one has it.
+    """Why no tier is known to have it, for example `never_stored`, `evicted`, `quarantined`,
+    `promised` (an engine is storing it) or `unknown` (a tier did not answer); null: one has it.
     """
     is_pinned: bool
     """Whether an operator pinned it (`POST /v1/admin/pin`)."""
@@ -158,8 +159,16 @@ class LookupView(ApiModel):
     """Chunks of the prefix that all groups of layers have in some tier."""
     found: dict[str, int]
     """The same by tier; a chunk counts for the farthest tier of its groups."""
+    num_at_once: int
+    """The same, when the engine first asked: what came later was read, or still being stored."""
     is_final: bool
     """Whether nothing was being read from slower tiers when the engine last asked."""
+    settled_s: float | None
+    """Seconds from the first question until that was so; null: something is being read."""
+    source: str | None
+    """Where chunks that another engine had just computed were expected from: an instance's id or
+    host, or `""` for any; null: none were expected.
+    """
     missing: str | None
     """Why shared memory did not have the first missing chunk; null: none was missing."""
     chunk_hashes: list[str]
@@ -255,7 +264,10 @@ def _lookup_view(one: RecentLookup) -> LookupView:
         num_chunks=one.num_chunks,
         num_found=one.found.total(),
         found={TIER_OF[origin]: num for origin, num in sorted(one.found.items())},
+        num_at_once=one.num_at_once,
         is_final=one.is_final,
+        settled_s=one.settled_s,
+        source=one.source,
         missing=one.missing or None,
         chunk_hashes=one.chunk_hashes,
     )
@@ -393,11 +405,14 @@ def _age_s(stored_at: float | None) -> float | None:
 def _state(sidecar: SidecarNode, key: ChunkKey, found: Found) -> StateView:
     places = [place for place in found if isinstance(place, PlaceView)]
     reasons = [reason for reason in found if isinstance(reason, MissReason)]
+    missing = _why_missing({place.state for place in places}, reasons)
+    if missing is not None and key in sidecar.stack.expected:
+        missing = PROMISED
     return StateView(
         rank=key.lane.worker_id,
         group=key.lane.group,
         places=places,
-        missing=_why_missing({place.state for place in places}, reasons),
+        missing=missing,
         is_pinned=key in sidecar.pins,
     )
 

@@ -396,6 +396,7 @@ class EngineSession:
         except ValueError as exc:
             raise ProtocolError(f"STAGE: {exc}") from exc
         recompute_s = request.recompute_us / 1e6 if request.recompute_us else None
+        source = request.source if isinstance(request, m.Expect) else None
         staged = await self.staging.run_cooperatively(
             self.staging.stage(
                 request.ticket,
@@ -403,11 +404,11 @@ class EngineSession:
                 deadline_s=request.deadline_ms / 1000,
                 is_prefix=request.is_prefix,
                 recompute_s=recompute_s,
-                source=request.source if isinstance(request, m.Expect) else None,
+                source=source,
             )
         )
         if request.is_prefix:
-            self._context.lookups.note(request.ticket, chains, staged)
+            self._context.lookups.note(request.ticket, chains, staged, source)
         return m.Promise(staged.is_ready, staged.tiers)
 
     def _names(self, names: Sequence[NameRun]) -> list[ChunkKey]:
