@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import CHUNK_SIZE, Ask, release, running_engine
+from tests.vllm.engines import BLOCK_SIZE, CHUNK_SIZE, Ask, release, running_engine
 from tests.vllm.models import LLAMA, SEEING, SLIDING
 from tests.vllm.pictures import PICTURE_TOKENS
 from tests.vllm.references import prompt
@@ -47,8 +47,9 @@ def test_one_engine_computes_prompts_and_another_one_answers(world: World, model
         assert decode.metrics()["vllm:lmcache_stored_chunks"] == 0
     reaches_back = model == SLIDING and release() >= (0, 30)  # older ones see no windows
     most = [length - reaches_back for length in EDGES]
+    size = CHUNK_SIZE if reaches_back else BLOCK_SIZE
     assert [answer.num_cached for answer in answers] == [
-        min(length // CHUNK_SIZE * CHUNK_SIZE, limit)
+        min(length // size * size, limit)
         for length, limit in zip(EDGES, most, strict=True)
     ]
     world.references.check([*answers, own], [*asks, Ask(prompt(450, 700))], model)

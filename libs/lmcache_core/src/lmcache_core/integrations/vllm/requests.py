@@ -27,6 +27,8 @@ EMBEDDINGS_APART = b"lmcache/vllm-embeddings/1"
 
 SOURCE = PREFIX + "source"
 """Parameter of a request: who has its KV, an instance's id or host."""
+RANKS = PREFIX + "ranks"
+"""Parameter of a request: how many ranks its KV is divided among."""
 _INSTANCE = re.compile(r"[A-Za-z0-9._:-]{1,253}")
 
 T = TypeVar("T")
@@ -133,12 +135,14 @@ class Wishes:
         skip_save: Store nothing of it.
         hands_over: Another engine decodes it, with what this one stores.
         source: Another engine has computed its prompt, as for `ChunkStore.stage`.
+        num_ranks: How many ranks that engine's KV is divided among; 0: unknown.
     """
 
     skip_lookup: bool = False
     skip_save: bool = False
     hands_over: bool = False
     source: str | None = None
+    num_ranks: int = 0
 
     @classmethod
     def of(cls, request: Any, role: Role, counters: Counters) -> Wishes:
@@ -171,19 +175,21 @@ class Wishes:
             skip_save=read(PREFIX + "skip_save", bool),
             hands_over=role.stores_prompts and (role.is_producer or hands_over),
             source=source if source or is_prefilled else None,
+            num_ranks=read(RANKS, int),
         )
 
-    def handed_over(self, instance: str) -> dict[str, Any] | None:
+    def handed_over(self, instance: str, num_ranks: int) -> dict[str, Any] | None:
         """Return the parameters with which the engine that decodes finds what this one stores; None
         if there is none. vLLM adds how much of the prompt it had cached.
 
         Args:
             instance: `ChunkStore.instance`.
+            num_ranks: How many ranks its KV is divided among.
         """
         if not self.hands_over:
             return None
         source = {SOURCE: instance} if instance else {}
-        return {"do_remote_prefill": True, "do_remote_decode": False, **source}
+        return {"do_remote_prefill": True, "do_remote_decode": False, RANKS: num_ranks, **source}
 
 
 def _is_instance(name: object) -> bool:

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from lmcache_core.integrations.vllm.requests import (
 from lmcache_core.keys import CHUNK_HASH_BYTES, TAIL, ChunkChain
 from lmcache_core.record import Staged, StagedFrom
 from lmcache_core.telemetry import LOOKUP_SECONDS, Counters
+from lmcache_core.telemetry.sparse_log import SparseLog
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,9 @@ class SchedulerSide:
         role: Role,
     ) -> None:
         self._counters = counters
+        self._log = SparseLog(logger)
         self._role = role
+        self._num_ranks = identity.num_ranks
         self._patience_s = options.engine.tier_timeout_s + PATIENCE_MARGIN_S
         self._groups = tuple(groups)
         self._chunk_size = options.engine.chunk_size
@@ -274,7 +277,7 @@ class SchedulerSide:
             return None
         if not state.is_loading:
             self._offers.give_back([state.request_id])
-        return state.wishes.handed_over(self._offers.instance)
+        return state.wishes.handed_over(self._offers.instance, self._num_ranks)
 
     def hold(self, request: Any) -> bool:
         """Return whether vLLM must keep the blocks of a request that has ended until every worker
@@ -307,6 +310,16 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is None:
             wishes = Wishes.of(request, self._role, self._counters)
+            if wishes.num_ranks not in (0, self._num_ranks):
+                self._log.log(
+                    logging.ERROR,
+                    "nothing is handed over between engines of %d and %d ranks, which name their KV"
+                    " otherwise; give both the same tensor_parallel_size, or put the cache behind"
+                    " vLLM's offloading (OffloadingConnector)",
+                    wishes.num_ranks,
+                    self._num_ranks,
+                )
+                wishes = replace(wishes, source=None)
             state = RequestState(request, self._groups, self._chunk_size, wishes=wishes)
             self._states[request.request_id] = state
         return state
