@@ -49,8 +49,7 @@ def test_one_engine_computes_prompts_and_another_one_answers(world: World, model
     most = [length - reaches_back for length in EDGES]
     size = CHUNK_SIZE if reaches_back else BLOCK_SIZE
     assert [answer.num_cached for answer in answers] == [
-        min(length // size * size, limit)
-        for length, limit in zip(EDGES, most, strict=True)
+        min(length // size * size, limit) for length, limit in zip(EDGES, most, strict=True)
     ]
     world.references.check([*answers, own], [*asks, Ask(prompt(450, 700))], model)
 

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.requests import Offer
-from lmcache_core.integrations.vllm.scheduler import MAX_WINDOW_TRIES, Offers
+from lmcache_core.integrations.vllm.scheduler import MAX_WINDOW_TRIES, Offers, Wanted
 from lmcache_core.record import Staged, StagedFrom
 
 from tests.fixtures.vllm_engine import FULL, STATE, Shape, local, window
@@ -17,7 +17,7 @@ from tests.fixtures.vllm_engine.worlds import CHUNK_SIZE
 HASHES = b"".join(hashlib.sha256(bytes([i])).digest() for i in range(5))
 HYBRID = Shape((FULL, window(10)))
 STATES = Shape((FULL, STATE), block_size=8)
-NUM_TOKENS = 42
+WANTED = Wanted(HASHES, 42)
 
 
 def offers_of(store: ScriptedStore, shape: Shape, num_ranks: int = 1) -> Offers:
@@ -25,7 +25,7 @@ def offers_of(store: ScriptedStore, shape: Shape, num_ranks: int = 1) -> Offers:
 
 
 def ask(store: ScriptedStore, shape: Shape, num_ranks: int = 1) -> tuple[Offer, bool]:
-    return offers_of(store, shape, num_ranks).ask("r", HASHES, NUM_TOKENS, None)
+    return offers_of(store, shape, num_ranks).ask("r", WANTED, None)
 
 
 def windows(*tiers: bytes, is_ready: bool = True) -> Staged:
@@ -53,7 +53,7 @@ def test_connectors_of_one_engine_have_their_own_tickets() -> None:
 
     offers = [offers_of(Noting([hot(3)]), Shape()) for _ in range(2)]
     for one in offers:
-        one.ask("r", HASHES, NUM_TOKENS, None)
+        one.ask("r", WANTED, None)
     for one in offers:
         one.give_back(["r"])
     assert names[0] == names[2] != names[1] == names[3]
@@ -121,7 +121,7 @@ def test_first_missing_chunk_decides(shape: Shape, answers: list[Staged | None])
 def test_tries_are_bounded() -> None:
     store = ScriptedStore([windows(b"\1\0")])  # the last one is missing, whatever is asked
     offers = offers_of(store, Shape((window(10),)))
-    assert offers.ask("r", bytes(32 * 100), 802, None) == (Offer(0), True)
+    assert offers.ask("r", Wanted(bytes(32 * 100), 802), None) == (Offer(0), True)
     assert len(store.asked) == MAX_WINDOW_TRIES
 
 
@@ -143,8 +143,8 @@ def test_search_for_recurrent_state_continues_where_it_was() -> None:
         ]
     )
     offers = offers_of(store, STATES)
-    assert offers.ask("r", HASHES, NUM_TOKENS, None) == (Offer(0), False)
-    assert offers.ask("r", HASHES, NUM_TOKENS, None) == (Offer(3, b"\1\1\1"), True)
+    assert offers.ask("r", WANTED, None) == (Offer(0), False)
+    assert offers.ask("r", WANTED, None) == (Offer(3, b"\1\1\1"), True)
     assert len(store.asked) == 5
 
 
@@ -174,4 +174,4 @@ def test_all_groups_need_their_recurrent_state() -> None:
 def test_recurrent_state_after_the_last_token_is_not_used() -> None:
     """The forward pass needs one token, and continues from the state before it."""
     offers = offers_of(ScriptedStore([hot(5), windows(b"\1")]), STATES)
-    assert offers.ask("r", HASHES, 39, None) == (Offer(4, b"\1\1\1\1"), True)
+    assert offers.ask("r", Wanted(HASHES, 39), None) == (Offer(4, b"\1\1\1\1"), True)

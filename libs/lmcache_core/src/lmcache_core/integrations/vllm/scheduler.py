@@ -342,19 +342,12 @@ class SchedulerSide:
             return
         rate = self._prefill.tokens_per_s or ASSUMED_TOKENS_PER_S
         saving_s = self._loadable(state) / rate
-        limit = self._limit_of(state)
         first_asked = state.asked_at if state.asked_at is not None else now
         is_late = now - first_asked > self._patience_s
+        source = state.wishes.source if is_prompt else None
+        wanted = Wanted(names.hashes, self._limit_of(state), tail, source)
         offer, is_final = self._offers.ask(
-            state.request_id,
-            names.hashes,
-            limit,
-            self.recompute_s,
-            wait_s,
-            saving_s,
-            is_late,
-            tail,
-            state.wishes.source if is_prompt else None,
+            state.request_id, wanted, self.recompute_s, wait_s, saving_s, is_late
         )
         if offer is None:
             state.polled_at = 0.0  # checking whether the answer has arrived costs nothing
@@ -389,6 +382,23 @@ class SchedulerSide:
             self._offers.give_back([state.request_id])
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The chunks that a request could load.
+
+    Attributes:
+        hashes: Hashes of its chunks, packed.
+        num_tokens: Limit on its tokens that can be loaded.
+        tail: Hash of its tail; empty: it has none, as with windowed groups.
+        source: As for `ChunkStore.stage`.
+    """
+
+    hashes: bytes
+    num_tokens: int
+    tail: bytes = b""
+    source: str | None = None
+
+
 class Offers:
     """Asks the store what can be loaded. Never waits for a tier."""
 
@@ -409,46 +419,42 @@ class Offers:
     def ask(
         self,
         ticket: str,
-        hashes: bytes,
-        num_tokens: int,
+        wanted: Wanted,
         recompute_s: float | None,
         wait_s: float | None = None,
         saving_s: float = 0.0,
         is_late: bool = False,
-        tail: bytes = b"",
-        source: str | None = None,
     ) -> tuple[Offer | None, bool]:
         """Return what is available of these chunks, and whether the answer is final. No offer while
         the store has not answered.
 
         Args:
             ticket: Identifies the request; ask again with it to follow the store's progress.
-            hashes: Hashes of its chunks, packed.
-            num_tokens: Limit on its tokens that can be loaded.
             recompute_s: Cost of computing one chunk; None if unknown.
             wait_s: As for `ChunkStore.stage`.
             saving_s: As for `ChunkStore.stage`.
             is_late: What is available now is taken, even if the answer is not final.
-            tail: Hash of the tail; empty: there is none. Only without windowed groups.
-            source: As for `ChunkStore.stage`.
         """
         stage = partial(
             self._store.stage,
             recompute_s=recompute_s,
             wait_s=wait_s,
             saving_s=saving_s,
-            source=source,
+            source=wanted.source,
         )
+        hashes = wanted.hashes
         self._open.add(ticket)
         # The windows depend on the length of the prefix, which is not asked again while the windows
         # take several calls.
         known, bound = self._bounds.pop(ticket, (b"", None))
         if bound is None or known != hashes:
-            offer, is_final = self._of_whole_groups(stage, ticket, hashes, tail)
+            offer, is_final = self._of_whole_groups(stage, ticket, hashes, wanted.tail)
             if offer is None or not (is_final or is_late) or not self._windowed:
                 return offer, is_final
             bound = _Bound(offer.origins, offer.num_chunks)
-        offer, is_final = self._shortened_to_windows(stage, ticket, hashes, bound, num_tokens)
+        offer, is_final = self._shortened_to_windows(
+            stage, ticket, hashes, bound, wanted.num_tokens
+        )
         if not is_final:
             self._bounds[ticket] = hashes, bound
         return offer, is_final
