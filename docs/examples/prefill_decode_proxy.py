@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -85,12 +86,14 @@ async def prefilled(
         asked["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
     elif says == "llm-d":
         asked["kv_transfer_params"] = {"remote_decoder": name}
+    began = time.monotonic()
     try:
         answer = await client.post(url, json=asked, timeout=PREFILL_S)
         answer.raise_for_status()
     except httpx.HTTPError as exc:
         print(f"not computed before it is answered: {exc!r}", flush=True)
         return None
+    print(f"prefilled in {time.monotonic() - began:.3f} s", flush=True)
     if says == "vllm":
         params: dict[str, Any] | None = answer.json().get("kv_transfer_params")
         return params

@@ -234,13 +234,14 @@ class Owner:
 
     Attributes:
         services: All that it has started.
+        commands: The same; each leads a group of processes.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.services: list[Service] = []
         self._engines: list[EngineProcess] = []
-        self._commands: list[subprocess.Popen[bytes]] = []
+        self.commands: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Owner:
         return self
@@ -253,7 +254,7 @@ class Owner:
     ) -> None:
         for engine in self._engines:
             engine.end()
-        for command in self._commands:
+        for command in self.commands:
             end_group(command, signal.SIGTERM)
         for service in reversed(self.services):
             if service.is_alive:
@@ -279,7 +280,7 @@ class Owner:
     ) -> Path:
         """Any `python …` of this environment; the path of its log."""
         log = self.directory / f"{name}.log"
-        self._commands.append(spawn([sys.executable, *arguments], log, vllm_environment(environ)))
+        self.commands.append(spawn([sys.executable, *arguments], log, vllm_environment(environ)))
         return log
 
 
