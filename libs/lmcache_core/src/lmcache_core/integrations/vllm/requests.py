@@ -164,10 +164,8 @@ class Wishes:
 
         source = read(SOURCE, str, _is_instance)
         for name in ("remote_prefiller", "remote_kv_source"):
-            host = read(name, dict, lambda at: _is_instance(at.get("remote_host"))).get(
-                "remote_host"
-            )
-            source = source or host or ""
+            told = read(name, dict, lambda at: _is_instance(at.get("remote_host")))
+            source = source or told.get("remote_host") or ""
         is_prefilled = role.is_consumer or read("do_remote_prefill", bool)
         hands_over = read("do_remote_decode", bool) or bool(read("remote_decoder", dict))
         return cls(
@@ -290,9 +288,10 @@ class RequestState:
         """Whether one engine stores the tail of its prompt for another one: not of windows, whose
         blocks vLLM takes away, nor of recurrent state, which there is at few tokens.
         """
-        is_handed_over = self.wishes.hands_over or self.wishes.source is not None
+        if not self.wishes.hands_over and self.wishes.source is None:
+            return False
         is_whole = all(group.window is None for group in self.groups)
-        return is_handed_over and is_whole and not getattr(self.request, "resumable", False)
+        return is_whole and not getattr(self.request, "resumable", False)
 
     def forget_offer(self) -> None:
         """Drop an offer that has been used or is out of date."""
@@ -445,27 +444,30 @@ class RequestNamer:
         if state.is_outdated:
             return None
         version = self._salt, self._epoch, request.num_prompt_tokens
-        if state.names is None or state.names_version != version:
+        names = state.names if state.names_version == version else None
+        is_new = names is None
+        if names is None:
             root, spans = self.root_of(request), spans_of(request, self._identity.contents)
             if getattr(request, "prompt_embeds", None) is not None:
                 spans = spans_of_embeddings(request, self._chunk_size) if spans == [] else None
             if root is None or spans is None:
                 return None
-            state.names, state.names_version = ChunkNames(root, self._chunk_size, spans), version
+            names = state.names = ChunkNames(root, self._chunk_size, spans)
+            state.names_version = version
             state.adapter = self.adapters.name_of(lora) or ""
             state.stored = [0] * len(state.stored)
             state.tail, state.is_tail_stored = None, False
         token_ids = request.all_token_ids
         if getattr(request, "resumable", False):  # it may lose generated tokens
             token_ids = token_ids[: request.num_prompt_tokens]
-        known = state.names.num_chunks
-        state.names.extend(token_ids)
-        if state.hands_over_tail and state.tail is None:
+        known = names.num_chunks
+        names.extend(token_ids)
+        if is_new and state.hands_over_tail:
             prompt = token_ids[: request.num_prompt_tokens]
-            state.tail = state.names.tail_of(prompt, max(one.block_size for one in state.groups))
-        if self.on_named is not None and state.names.num_chunks > known:
-            self.on_named(request, state.names.hashes, known)
-        return state.names
+            state.tail = names.tail_of(prompt, max(one.block_size for one in state.groups))
+        if self.on_named is not None and names.num_chunks > known:
+            self.on_named(request, names.hashes, known)
+        return names
 
     def origin_of(self, state: RequestState) -> Origin | None:
         """Return what the model would compute a request with now; None if that is unknown, or not
