@@ -145,7 +145,7 @@ def test_every_cell_of_a_comparison_has_a_source(page: str, begin: str) -> None:
     used = set()
     for row in table:
         assert len(row) == 5, row
-        assert re.search(r"\]\(([\w./]+\.md|CHANGELOG\.md#)", row[1]), row[1]
+        assert re.search(r"\]\(([\w./-]+\.md|CHANGELOG\.md#)", row[1]), row[1]
         for cell in row[2:]:
             assert re.search(r"\]\[[\w-]+\]|\]\(docs/compare\.md#rates", cell), cell
             used.update(re.findall(r"\]\[([\w-]+)\]", cell))
