@@ -18,7 +18,8 @@ EVERYTHING = [
     "--set",
     "webhook.enabled=true",
     "--set-json",
-    f'models={{"{"m" * 20}": {{"model": "example/tiny-llama"}}}}',
+    f'models={{"{"m" * 20}": {{"model": "example/tiny-llama"}}, "{"r" * 12}":'
+    ' {"model": "example/tiny-llama", "prefill": {}, "decode": {}}}',
 ]
 LONGEST = "r" * 53
 """What Helm allows."""

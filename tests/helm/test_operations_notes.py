@@ -13,6 +13,8 @@ from tests.helm.test_cases import CASES
 if TYPE_CHECKING:
     from tests.helm.conftest import Chart, Manifest
 
+ROLES: Manifest = {"models": {"tiny": MODEL | {"prefill": {}, "decode": {}}}}
+
 
 def notes(chart: Chart, values: Manifest | None = None, case: str = "default") -> str:
     """Helm 3 shows them to those with a cluster alone."""
@@ -89,6 +91,8 @@ def test_risks_are_warned_of(chart: Chart, values: Manifest, warning: str) -> No
     ("values", "said", "unsaid"),
     [
         (MODELS, "cache-lmcache-vllm-tiny 8000", "No engine uses the cache yet"),
+        (ROLES, "lmcache.io/model=tiny -L llm-d.ai/role", "vllm-tiny:8000"),
+        (MODELS, "cache-lmcache-vllm-tiny:8000", "llm-d.ai/role"),
         ({"webhook.enabled": True}, "lmcache.io/inject", "No engine uses the cache yet"),
         ({"auth.existingSecret": "house"}, "a token of house", "get secret"),
         ({"storage.replicaCount": 3}, "get secret", "kubectl -n inference scale"),

@@ -1,6 +1,6 @@
 {{/*
 Labels by which selectors find pods. Fixed for the life of a release: selectors are immutable.
-Takes: root, component; model (optional), the name of an entry of `models`.
+Takes: root, component; model (optional), the name of an entry of `models`; role (optional), prefill or decode.
 */}}
 {{- define "lmcache-common.selectorLabels" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | trunc 63 | trimSuffix "-" | quote }}
@@ -8,6 +8,9 @@ app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .model }}
 lmcache.io/model: {{ . | quote }}
+{{- end }}
+{{- with .role }}
+lmcache.io/role: {{ . }}
 {{- end }}
 {{- end -}}
 

@@ -1,29 +1,53 @@
 {{/*
-The models by name, as YAML: each entry of `models` that is not null over `modelDefaults`, `podDefaults` and `sidecar`, with its name.
-Maps are merged, lists replaced. Takes: root.
+The models by their place in the values, as YAML: each entry of `models` that is not null over `modelDefaults`, `podDefaults` and
+`sidecar`, with its name. An entry with `prefill` and `decode` gives two (`llama.prefill`, `llama.decode`): each with its `role`, and with
+that part of the entry over the rest. Maps are merged, lists replaced. Takes: root.
 */}}
 {{- define "lmcache.models" -}}
 {{- $values := .root.Values -}}
 {{- $models := dict -}}
 {{- range $name, $entry := $values.models -}}
 {{- if not (kindIs "invalid" $entry) -}}
-{{- $model := dict "name" $name "sidecar" (deepCopy $values.sidecar) -}}
-{{- $model = mergeOverwrite $model (deepCopy $values.podDefaults) (deepCopy $values.modelDefaults) (deepCopy $entry) -}}
+{{- $model := dict "name" $name "role" "" "sidecar" (deepCopy $values.sidecar) -}}
+{{- $shared := omit $entry "prefill" "decode" | deepCopy -}}
+{{- $model = mergeOverwrite $model (deepCopy $values.podDefaults) (deepCopy $values.modelDefaults) $shared -}}
+{{- range $role := include "lmcache.rolesOf" $entry | fromJsonArray -}}
+{{- $own := dict "role" $role "podLabels" (dict "llm-d.ai/role" $role) -}}
+{{- $_ := set $models (printf "%s.%s" $name $role) (mergeOverwrite (deepCopy $model) $own (get $entry $role | deepCopy)) -}}
+{{- else -}}
 {{- $_ := set $models $name $model -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $models -}}
 {{- end -}}
 
-{{/* Name of a model's objects. Takes: root, model (merged). */}}
-{{- define "lmcache.modelName" -}}
-{{- printf "%s-vllm-%s" (include "lmcache-common.fullname" .) .model.name -}}
+{{/* Those of `prefill` and `decode` that an entry of `models` has, as JSON. Takes: the entry. */}}
+{{- define "lmcache.rolesOf" -}}
+{{- $roles := list -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- if kindIs "map" (get $ $role) -}}
+{{- $roles = append $roles $role -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $roles -}}
 {{- end -}}
 
-{{/* What the library chart wants to know about a model's objects, as YAML without `root`. Takes: root, model (merged). */}}
+{{/* Name of a model's objects. Takes: root, model (merged). */}}
+{{- define "lmcache.modelName" -}}
+{{- list (include "lmcache-common.fullname" .) "vllm" .model.name .model.role | compact | join "-" -}}
+{{- end -}}
+
+{{/*
+What the library chart wants to know about a model's objects, as YAML without `root`; with a model without its role: about what is of both
+roles. Takes: root, model (merged).
+*/}}
 {{- define "lmcache.modelScope" -}}
 component: vllm
 model: {{ .model.name | quote }}
+{{- with .model.role }}
+role: {{ . }}
+{{- end }}
 name: {{ include "lmcache.modelName" . | quote }}
 {{- end -}}
 

@@ -8,7 +8,7 @@
 lmcache_release="{{ include "lmcache.promRelease" . }}"
 {{- end -}}
 
-{{/* Head of a PodMonitor. Takes: root, component, model and name (optional). */}}
+{{/* Head of a PodMonitor. Takes: root, component, model, role and name (optional). */}}
 {{- define "lmcache.podMonitorHead" -}}
 apiVersion: monitoring.coreos.com/v1
 kind: PodMonitor
@@ -25,7 +25,7 @@ selector:
     {{- include "lmcache-common.selectorLabels" . | nindent 4 }}
 {{- end -}}
 
-{{/* One endpoint of it. Takes: root, component, model (optional), port, scheme (optional), tls (optional): its tlsConfig. */}}
+{{/* One endpoint of it. Takes: root, component, model and role (optional), port, scheme (optional), tls (optional): its tlsConfig. */}}
 {{- define "lmcache.podMonitorEndpoint" -}}
 - port: {{ .port }}
   path: /metrics
@@ -43,6 +43,9 @@ selector:
     - {targetLabel: lmcache_component, replacement: {{ .component }}}
     {{- with .model }}
     - {targetLabel: lmcache_model, replacement: {{ . | quote }}}
+    {{- end }}
+    {{- with .role }}
+    - {targetLabel: lmcache_role, replacement: {{ . }}}
     {{- end }}
 {{- end -}}
 

@@ -7,7 +7,7 @@
 {{- end }}
 
 {{- define "lmcache.refuseModel" }}
-{{- $name := printf "models.%s" .name }}
+{{- $name := list "models" .name .role | compact | join "." }}
 {{- include "lmcache.refuseNoCpu" (dict "name" $name "resources" .resources) }}
 {{- include "lmcache.refuseNoCpu" (dict "name" (printf "%s.sidecar" $name) "resources" .sidecar.resources "mayFollow" true) }}
 {{- include "lmcache.refuseShortGrace" (dict "name" $name "values" . "before" .stop.maxSeconds "config" .sidecar.config) }}
@@ -25,6 +25,48 @@
 {{- end }}
 {{- if and (eq .name "PYTORCH_CUDA_ALLOC_CONF") (contains "expandable_segments:True" (default "" .value)) $.connector.enabled }}
 {{- fail (printf "%s: extraEnv sets PYTORCH_CUDA_ALLOC_CONF to %s, with which vLLM refuses the connector: leave expandable_segments:True out of it." $name .value) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Prefill and decode that cannot work together. Takes: the root itself. */}}
+{{- define "lmcache.refuseRoles" }}
+{{- $values := .Values }}
+{{- $models := include "lmcache.models" (dict "root" $) | fromYaml }}
+{{- range $name, $entry := $values.models }}
+{{- $roles := list }}
+{{- with $entry }}
+{{- $roles = include "lmcache.rolesOf" . | fromJsonArray }}
+{{- end }}
+{{- if eq (len $roles) 1 }}
+{{- fail (printf "models.%s has %s alone: give it both prefill and decode, or neither." $name (first $roles)) }}
+{{- end }}
+{{- range $role := $roles }}
+{{- $model := get $models (printf "%s.%s" $name $role) }}
+{{- if not (kindIs "invalid" (dig "replicaCount" nil $entry)) }}
+{{- fail (printf "models.%s.replicaCount is set, but the model has prefill and decode: set replicaCount in each of them." $name) }}
+{{- end }}
+{{- range $option := list "connector" "tensorParallelSize" "httpRoute" "inferencePool" }}
+{{- if hasKey (get $entry $role) $option }}
+{{- fail (printf "models.%s.%s.%s is set, but prefill and decode have it in common: set models.%s.%s." $name $role $option $name $option) }}
+{{- end }}
+{{- end }}
+{{- if or (not $model.connector.enabled) (ne $model.connector.kind "lmcache") }}
+{{- fail (printf "models.%s has prefill and decode, which only the project's connector knows: set connector.enabled to true and connector.kind to lmcache, or leave both roles out." $name) }}
+{{- end }}
+{{- if not (or $values.storage.enabled $values.broker.enabled (contains "LMCACHE_SIDECAR_REMOTE_URL" (toJson $model.sidecar.extraEnv))) }}
+{{- fail (printf "models.%s has prefill and decode, but no decode pod could find what a prefill pod has stored: enable storage, or lookup and broker." $name) }}
+{{- end }}
+{{- if and $model.httpRoute.enabled (not $model.inferencePool.enabled) }}
+{{- fail (printf "models.%s: httpRoute.enabled is true, but no Service has the pods of both roles: enable inferencePool, whose picker chooses one of each, or leave the route to your router." $name) }}
+{{- end }}
+{{- $object := include "lmcache.modelName" (dict "root" $ "model" $model) }}
+{{- if gt (len $object) 63 }}
+{{- fail (printf "models.%s.%s needs a Service named %s, but such names have at most 63 characters: shorten the model's name or fullnameOverride." $name $role $object) }}
+{{- end }}
+{{- if get $values.models (printf "%s-%s" $name $role) }}
+{{- fail (printf "models.%s.%s and models.%s-%s would have the same names: rename one of the models." $name $role $name $role) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -43,9 +43,11 @@ replay_endpoint: tcp://*:{{ int . }}
 topic: {{ printf "kv@$(POD_IP):8000@%s" .model.model | quote }}
 {{- end -}}
 
-{{/* A load that fails is computed again ("recompute"): vLLM's own default ends the request. */}}
+{{/*
+A load that fails is computed again ("recompute"): vLLM's own default ends the request. Takes: root, model (merged).
+*/}}
 {{- define "lmcache.kvTransferConfig" -}}
-kv_role: kv_both
+kv_role: {{ get (dict "prefill" "kv_producer" "decode" "kv_consumer") .model.role | default "kv_both" }}
 kv_load_failure_policy: recompute
 {{- if eq .model.connector.kind "offloading-tier" }}
 kv_connector: LMCacheOffloadingConnector

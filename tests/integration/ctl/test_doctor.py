@@ -21,11 +21,19 @@ from unittest import mock
 import pytest
 import redis
 import yaml
+from lmcache_core.sidecar import SidecarConnection
+from lmcache_core.wire.capabilities import ROLE_PREFIX
+from lmcache_core.wire.messages import engine_hello
 from lmcache_ctl.doctor.configuration import MODELS, ConfigFile, check_files
+from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.ctl import Ctl, SmallCluster
+from tests.fixtures.embedded import PATIENCE_S
+from tests.fixtures.frames import ENGINE
 from tests.fixtures.kubernetes_pods import pod, pods_api
+from tests.fixtures.neighbourhood import start_sidecar
 from tests.fixtures.ports import free_port
+from tests.fixtures.processes import Processes
 from tests.fixtures.redis_sentinel import watched_redis
 from tests.fixtures.redis_server import redis_executable, running_redis
 from tests.fixtures.service_process import running_service
@@ -97,6 +105,21 @@ def test_a_hanging_service_and_a_wrong_token(cluster: SmallCluster) -> None:
     assert (
         "give a token of its auth_tokens_file with --token-file FILE or LMCACHE_CTL_TOKEN" in fixes
     )
+
+
+def test_prefill_and_decode_at_sidecars_that_share_nothing(tmp_path: Path) -> None:
+    with Processes(tmp_path, quiet_environment()) as owner, contextlib.ExitStack() as exits:
+        urls = []
+        for name, role in (("p", "kv_producer"), ("d", "kv_consumer")):
+            sidecar = start_sidecar(owner, tmp_path, name)
+            hello = engine_hello(ENGINE, [f"{ROLE_PREFIX}{role}"])
+            connection = SidecarConnection(sidecar.socket, hello, PATIENCE_S)
+            connection.open()
+            exits.callback(connection.close)
+            urls.append(f"--sidecar-url=http://127.0.0.1:{sidecar.port}")
+        [(level, where, what)] = wrong(Ctl(urls).json("doctor"), "hand-over")
+    assert (level, where) == ("warning", "sidecar d")
+    assert what.endswith("no tier in common with p")
 
 
 def test_a_service_of_another_version(cluster: SmallCluster, tmp_path: Path) -> None:

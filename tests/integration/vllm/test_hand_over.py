@@ -129,6 +129,15 @@ def test_an_engine_that_does_both_has_nothing_to_do_with_ends_of_prompts(
         assert pair.decode.tally(pair.decode.ask(prompt(2, 44))).num_external == 32
 
 
+def test_a_sidecar_knows_what_its_engines_do(
+    module: ModuleType, own_model: Path, sidecar: Sidecar
+) -> None:
+    with ExitStack() as exits:
+        Pair(exits, module, own_model, sidecar)
+        roles = {client["role"] for client in sidecar.get("/v1/clients")["clients"]}
+    assert roles == {"kv_producer", "kv_consumer"}
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_an_end_that_cannot_be_loaded_is_computed(
     any_module: ModuleType, own_model: Path, sidecar: Sidecar, policy: str

@@ -9,7 +9,7 @@ from lmcache_ctl.doctor.findings import Level
 from lmcache_ctl.doctor.redis_server import check_info
 from lmcache_ctl.doctor.running import check_services
 from lmcache_ctl.services import Kind
-from lmcache_ctl.states import Check, Link, ServiceStatus, State
+from lmcache_ctl.states import Check, Link, ServiceStatus, State, Tier
 
 
 def state(kind: Kind, name: str, **more: Any) -> ServiceStatus:
@@ -85,6 +85,65 @@ def test_a_broker_that_does_not_know_a_sidecar() -> None:
     sidecars = [state(Kind.SIDECAR, name, facts={"registered": "yes"}) for name in "ab"]
     [(level, check, what)] = wrong(state(Kind.BROKER, "b", links=[link]), *sidecars)
     assert (level, check, what) == (Level.WARNING, "peers", "does not know b")
+
+
+STORAGE, PEERS = Tier("storage"), Tier("peers")
+
+
+def engines(
+    name: str, *roles: str, tiers: tuple[Tier, ...] = (), model: str = "m"
+) -> ServiceStatus:
+    """Return a sidecar with engines of these roles, and tiers besides its memory."""
+    return state(Kind.SIDECAR, name, roles={model: list(roles)}, tiers=[Tier("memory"), *tiers])
+
+
+def broker(name: str, *peers: str) -> ServiceStatus:
+    links = [Link(peer, "sidecar", "lm://h:1", "", "", 0.0, False, 0) for peer in peers]
+    return state(Kind.BROKER, name, links=links)
+
+
+@pytest.mark.parametrize("of_prefill", [(), (STORAGE,), (PEERS,)])
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_prefill_and_decode_without_a_common_tier(role: str, of_prefill: tuple[Tier, ...]) -> None:
+    prefill, decode = engines("p", role, tiers=of_prefill), engines("d", "kv_consumer")
+    what = "engines here decode m and compute every prompt themselves: no tier in common with p"
+    assert wrong(prefill, decode) == [(Level.WARNING, "hand-over", what)]
+
+
+@pytest.mark.parametrize("tier", [STORAGE, PEERS])
+def test_prefill_and_decode_with_a_common_tier(tier: Tier) -> None:
+    prefill, decode = (
+        engines(name, role, tiers=(tier,))
+        for name, role in (("p", "kv_producer"), ("d", "kv_consumer"))
+    )
+    assert wrong(prefill, decode) == []
+    assert wrong(prefill, decode, broker("b", "p", "d")) == []
+    apart = wrong(prefill, decode, broker("b", "p"), broker("c", "d"))
+    assert len(apart) == (tier is PEERS), "peers are found through a broker that knows both"
+
+
+def test_prefill_and_decode_of_different_models() -> None:
+    prefill, decode = engines("p", "kv_producer"), engines("d", "kv_consumer", model="other")
+    assert wrong(prefill, decode) == []
+    assert wrong(decode) == [], "prefill engines may be where doctor was not sent"
+
+
+def test_prefill_and_decode_at_one_sidecar() -> None:
+    """Without a tier in common, a request finds its prompt only if both its engines are of one
+    sidecar.
+    """
+    roles = ("kv_consumer", "kv_producer")
+    assert wrong(engines("a", *roles)) == []
+    found = wrong(engines("a", *roles), engines("b", *roles))
+    assert found == [
+        (
+            Level.WARNING,
+            "hand-over",
+            f"engines here decode m and find nothing of what {other} computes: no tier in common",
+        )
+        for other in "ba"
+    ]
+    assert wrong(*(engines(name, *roles, tiers=(PEERS,)) for name in "ab")) == []
 
 
 def test_what_is_not_ready() -> None:

@@ -135,6 +135,7 @@ class ServiceStatus(msgspec.Struct, frozen=True):
             or where one was shown.
         namespace: Of its pod; "" where it was found without a cluster.
         name_prefix: What the names of its release's pods begin with; "" where that is not known.
+        roles: Of a sidecar's vLLM engines: model -> each `kv_role`.
     """
 
     kind: Kind
@@ -155,6 +156,7 @@ class ServiceStatus(msgspec.Struct, frozen=True):
     token_hint: str = ""
     namespace: str = ""
     name_prefix: str = ""
+    roles: dict[str, list[str]] = {}
 
     @property
     def is_well(self) -> bool:
@@ -297,6 +299,7 @@ async def _look(caller: Caller) -> ServiceStatus:
             service.token_hint if needs_token else "",
             service.namespace,
             service.name_prefix,
+            _roles(told.get("clients") or []),
         )
     except (msgspec.ValidationError, AttributeError, TypeError, KeyError) as exc:
         raise CtlError(
@@ -351,6 +354,15 @@ def _facts(kind: Kind, told: Mapping[str, Any]) -> dict[str, str]:
     facts = {"engines": str(told.get("num_clients")), "registered": registered}
     models = sorted({str(client.get("model")) for client in told.get("clients") or []})
     return facts | ({"models": ", ".join(models)} if models else {})
+
+
+def _roles(clients: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    said = sorted({(str(one.get("model")), str(one.get("role") or "")) for one in clients})
+    roles: dict[str, list[str]] = {}
+    for model, role in said:
+        if role:
+            roles.setdefault(model, []).append(role)
+    return roles
 
 
 def _traffic(kind: Kind, metrics: Metrics) -> Traffic:

@@ -67,7 +67,8 @@ async def test_clear_names_tiers(
 
 async def test_clients_are_listed(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, parts):
-        hello = m.engine_hello(m.EngineInfo("engine", 7, 1, "org/model", "layout", 2), [])
+        engine = m.EngineInfo("engine", 7, 1, "org/model", "layout", 2)
+        hello = m.engine_hello(engine, ["role:kv_producer"])
         connection = SidecarConnection(tmp_path / "s.sock", hello, PATIENCE_S)
         await asyncio.to_thread(connection.open)
         try:
@@ -85,6 +86,7 @@ async def test_clients_are_listed(tmp_path: Path) -> None:
             "rank": 1,
             "world_size": 2,
             "model": "org/model",
+            "role": "kv_producer",
             "num_reservations": 1,
             "reserved_bytes": 1024,
             "num_pins": 0,

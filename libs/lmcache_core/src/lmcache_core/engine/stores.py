@@ -42,6 +42,7 @@ class SidecarClient:
         decodes: Encodings of records that this process loads, in addition to raw (`encoding_of`).
         chunk_bytes: Size of the largest payload of a chunk that this process can use, decoded; 0 if
             unknown.
+        role: vLLM's `kv_role` of the engine; "" for another engine.
     """
 
     name: str
@@ -49,6 +50,7 @@ class SidecarClient:
     loads_beside: bool = False
     decodes: tuple[str, ...] = ()
     chunk_bytes: int = 0
+    role: str = ""
 
 
 def create_chunk_store(
@@ -104,6 +106,7 @@ def sidecar_store(
     from lmcache_core.wire.capabilities import (
         CHUNK_BYTES_PREFIX,
         ON_DEVICE,
+        ROLE_PREFIX,
         SERDE_PREFIX,
     )
     from lmcache_core.wire.messages import Describe, EngineInfo, engine_hello
@@ -119,7 +122,8 @@ def sidecar_store(
     on_device = [ON_DEVICE] if torch.cuda.is_available() else []
     decodes = [SERDE_PREFIX + encoding for encoding in client.decodes]
     largest = [f"{CHUNK_BYTES_PREFIX}{client.chunk_bytes}"] if client.chunk_bytes else []
-    hello = engine_hello(engine, [*on_device, *largest, *decodes])
+    role = [f"{ROLE_PREFIX}{client.role}"] if client.role else []
+    hello = engine_hello(engine, [*on_device, *largest, *role, *decodes])
 
     def describe(salt: str) -> Describe:
         root = identity_root(metadata, salt)

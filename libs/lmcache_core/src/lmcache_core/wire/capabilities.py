@@ -16,6 +16,8 @@ CHUNK_BYTES_PREFIX = "chunk_bytes:"
 sidecar reads no larger record from a slower tier for it.
 """
 MAX_CHUNK_BYTES_DIGITS = 15
+ROLE_PREFIX = "role:"
+"""Before vLLM's `kv_role` of the engine, for status pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,14 @@ def chunk_bytes_said_by(capabilities: Iterable[str]) -> int | None:
         if digits != name and digits.isascii() and digits.isdecimal():
             return int(digits) if len(digits) <= MAX_CHUNK_BYTES_DIGITS else None
     return None
+
+
+def role_said_by(capabilities: Iterable[str]) -> str:
+    """Return vLLM's `kv_role` of a client; "" if it does not say."""
+    roles = (
+        name.removeprefix(ROLE_PREFIX) for name in capabilities if name.startswith(ROLE_PREFIX)
+    )
+    return next(roles, "")
 
 
 ONLY_LOSSLESS = Accepts()

@@ -6,12 +6,17 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from lmcache_core.names import PEER_TIER, STORAGE_TIER
+
 from lmcache_ctl.doctor.findings import Finding, Subject
 from lmcache_ctl.services import HOW_TO_AUTHENTICATE, Kind
 from lmcache_ctl.states import ServiceStatus, State, token_hint
 
 MAX_CLOCK_SKEW_S: Final = 2.0
 MAX_MINORS_APART: Final = 1
+DECODES: Final = "kv_consumer"
+COMPUTE_PROMPTS: Final = frozenset({"kv_producer", "kv_both"})
+ONE_TIER: Final = "give all of them one lookup_url and one broker_url, or one remote_url"
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
 
 
@@ -22,7 +27,8 @@ def check_services(states: Sequence[ServiceStatus]) -> list[Finding]:
     if how_many:
         what = "require a token for all but their health: tiers, peers and drains were not checked"
         found.append(Subject("token", how_many).warning(what, how))
-    return [*found, *_versions(states), *_clocks(states), *_links(states)]
+    checks = (_versions, _clocks, _links, _hand_overs)
+    return [*found, *(one for check in checks for one in check(states))]
 
 
 def _of_one(state: ServiceStatus) -> Iterator[Finding]:
@@ -130,3 +136,41 @@ def _links(states: Sequence[ServiceStatus]) -> Iterator[Finding]:
             yield subject.warning(f"does not know {', '.join(missing)}", fix)
         else:
             yield subject.ok(f"knows {len(known)} peers")
+
+
+def _hand_overs(states: Sequence[ServiceStatus]) -> Iterator[Finding]:
+    """Check that engines that only decode reach what others compute of their prompts: through
+    their own sidecar, peers, or a remote tier.
+    """
+    sidecars = [state for state in states if state.kind is Kind.SIDECAR]
+    brokers = [state for state in states if state.kind is Kind.BROKER and state.facts]
+    known = [{link.id for link in broker.links} for broker in brokers]
+    for sidecar in sidecars:
+        subject = Subject("hand-over", f"sidecar {sidecar.name}")
+        for model in (model for model, roles in sidecar.roles.items() if DECODES in roles):
+            others = [one for one in sidecars if COMPUTE_PROMPTS & {*one.roles.get(model, ())}]
+            apart = [one.name for one in others if not _share_a_tier(sidecar, one, known)]
+            what, names = f"engines here decode {model}", ", ".join(apart)
+            if others and not apart:
+                yield subject.ok(what)
+            elif apart and len(apart) == len(others):
+                what += f" and compute every prompt themselves: no tier in common with {names}"
+                yield subject.warning(what, ONE_TIER)
+            elif apart:
+                what += f" and find nothing of what {names} computes: no tier in common"
+                fix = f"{ONE_TIER}, or let the router send both requests to engines of one sidecar"
+                yield subject.warning(what, fix)
+
+
+def _share_a_tier(one: ServiceStatus, other: ServiceStatus, known: Sequence[set[str]]) -> bool:
+    """Return whether one finds what the other stores, as far as can be seen: remote tiers are taken
+    for the same one.
+
+    Args:
+        known: The peers of each broker.
+    """
+    shared = {tier.name for tier in one.tiers} & {tier.name for tier in other.tiers}
+    if one is other or STORAGE_TIER in shared:
+        return True
+    is_met = not known or any({one.name, other.name} <= peers for peers in known)
+    return PEER_TIER in shared and is_met

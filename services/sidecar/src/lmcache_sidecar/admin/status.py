@@ -138,6 +138,8 @@ class ClientStatus(ApiModel):
     """Number of ranks of its engine."""
     model: str
     """The model, as the engine names it."""
+    role: str
+    """`kv_role` of a vLLM engine: `kv_both`, `kv_producer` or `kv_consumer`; else empty."""
     num_reservations: int
     """Pieces of shared memory that it is filling."""
     reserved_bytes: int
@@ -244,6 +246,7 @@ async def list_clients(sidecar: RunningSidecar) -> Clients:
                 rank=session.engine.rank,
                 world_size=session.engine.world_size,
                 model=session.engine.model,
+                role=session.role,
                 num_reservations=len(session.memory.reservations),
                 reserved_bytes=session.memory.reserved_bytes,
                 num_pins=len(session.memory.pins),

@@ -27,6 +27,7 @@ from lmcache_core.wire.capabilities import (
     ON_DEVICE,
     Accepts,
     chunk_bytes_said_by,
+    role_said_by,
 )
 from lmcache_core.wire.frames import FrameHeader, FrameType
 from lmcache_core.wire.messages import ErrorMessage, Message, NameRun
@@ -78,6 +79,7 @@ class EngineSession:
     Attributes:
         staging: Its tickets.
         engine: Its description; None before HELLO and after the end.
+        role: vLLM's `kv_role` of the engine; "" if it does not say.
     """
 
     def __init__(self, stream: FrameStream, context: SessionContext) -> None:
@@ -95,6 +97,7 @@ class EngineSession:
         if context.is_draining:
             self.staging.may_lift = False
         self.engine: m.EngineInfo | None = None
+        self.role = ""
         self._most_bytes: int | None = None
 
     async def run(self) -> None:
@@ -234,7 +237,7 @@ class EngineSession:
         if engine is None:
             raise ProtocolError("HELLO on a sidecar's socket must describe the engine")
         self._context.greet(engine)
-        self.engine = engine
+        self.engine, self.role = engine, role_said_by(hello.capabilities)
         self.staging.most_bytes = self._most_bytes = chunk_bytes_said_by(hello.capabilities)
         context = self._context
         if context.readers is not None:

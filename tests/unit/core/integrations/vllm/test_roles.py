@@ -152,24 +152,24 @@ def test_what_one_engine_returns_leads_another_one_to_its_sidecar() -> None:
     assert returned is not None
     relayed = request_of(43)
     relayed.kv_transfer_params = returned | {"remote_prefill_cached_tokens": 0}
-    assert Wishes.of(relayed, BOTH, Counters()) == Wishes(source="pod-7", num_ranks=1)
+    assert Wishes.of(relayed, BOTH, Counters()) == Wishes(source="pod-7", num_workers=1)
     plain = request_of(43, "plain")
     side.new_request(plain)
     assert side.finished(plain) is None
     assert side.finished(plain) is None, "it is not known any more"
 
 
-def test_engines_of_other_numbers_of_ranks_hand_nothing_over(
+def test_engines_of_other_numbers_of_workers_hand_nothing_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = ScriptedStore([hot(0)])
     side = scheduler_side(store)
-    for number, num_ranks in enumerate([2, 2, 1, "2"]):
+    for number, num_workers in enumerate([2, 2, 1, "2"]):
         request = request_of(43, f"r{number}")
-        request.kv_transfer_params = {"do_remote_prefill": True, "lmcache.ranks": num_ranks}
+        request.kv_transfer_params = {"do_remote_prefill": True, "lmcache.workers": num_workers}
         side.num_matched(request, 0)
     assert store.sources == [None, None, "", ""]
-    assert caplog.text.count("nothing is handed over between engines of 2 and 1 ranks") == 1
+    assert caplog.text.count("nothing is handed over between engines of 2 and 1 workers") == 1
 
 
 def test_only_a_prompt_is_expected_from_elsewhere() -> None:

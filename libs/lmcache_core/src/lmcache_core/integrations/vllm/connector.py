@@ -162,6 +162,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
             loads_beside=is_worker,
             decodes=device_encodings(device_type) if is_worker else (),
             chunk_bytes=largest_chunk_bytes(groups, options.engine.chunk_size),
+            role=str(transfer.kv_role),
         )
         metadata = replace(identity.metadata, worker_id=identity.rank_of(rank))
         self._open_store = open_store(

@@ -27,8 +27,8 @@ EMBEDDINGS_APART = b"lmcache/vllm-embeddings/1"
 
 SOURCE = PREFIX + "source"
 """Parameter of a request: who has its KV, an instance's id or host."""
-RANKS = PREFIX + "ranks"
-"""Parameter of a request: how many ranks its KV is divided among."""
+WORKERS = PREFIX + "workers"
+"""Parameter of a request: how many workers the engine that has its KV consists of."""
 _INSTANCE = re.compile(r"[A-Za-z0-9._:-]{1,253}")
 
 T = TypeVar("T")
@@ -135,14 +135,14 @@ class Wishes:
         skip_save: Store nothing of it.
         hands_over: Another engine decodes it, with what this one stores.
         source: Another engine has computed its prompt, as for `ChunkStore.stage`.
-        num_ranks: How many ranks that engine's KV is divided among; 0: unknown.
+        num_workers: How many workers that engine has; 0: unknown.
     """
 
     skip_lookup: bool = False
     skip_save: bool = False
     hands_over: bool = False
     source: str | None = None
-    num_ranks: int = 0
+    num_workers: int = 0
 
     @classmethod
     def of(cls, request: Any, role: Role, counters: Counters) -> Wishes:
@@ -173,21 +173,26 @@ class Wishes:
             skip_save=read(PREFIX + "skip_save", bool),
             hands_over=role.stores_prompts and (role.is_producer or hands_over),
             source=source if source or is_prefilled else None,
-            num_ranks=read(RANKS, int),
+            num_workers=read(WORKERS, int),
         )
 
-    def handed_over(self, instance: str, num_ranks: int) -> dict[str, Any] | None:
+    def handed_over(self, instance: str, num_workers: int) -> dict[str, Any] | None:
         """Return the parameters with which the engine that decodes finds what this one stores; None
         if there is none. vLLM adds how much of the prompt it had cached.
 
         Args:
             instance: `ChunkStore.instance`.
-            num_ranks: How many ranks its KV is divided among.
+            num_workers: How many workers this engine has.
         """
         if not self.hands_over:
             return None
         source = {SOURCE: instance} if instance else {}
-        return {"do_remote_prefill": True, "do_remote_decode": False, RANKS: num_ranks, **source}
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            WORKERS: num_workers,
+            **source,
+        }
 
 
 def _is_instance(name: object) -> bool:

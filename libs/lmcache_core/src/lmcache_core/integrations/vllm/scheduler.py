@@ -87,7 +87,7 @@ class SchedulerSide:
         self._counters = counters
         self._log = SparseLog(logger)
         self._role = role
-        self._num_ranks = identity.num_ranks
+        self._num_workers = identity.num_ranks * identity.replicas
         self._patience_s = options.engine.tier_timeout_s + PATIENCE_MARGIN_S
         self._groups = tuple(groups)
         self._chunk_size = options.engine.chunk_size
@@ -277,7 +277,7 @@ class SchedulerSide:
             return None
         if not state.is_loading:
             self._offers.give_back([state.request_id])
-        return state.wishes.handed_over(self._offers.instance, self._num_ranks)
+        return state.wishes.handed_over(self._offers.instance, self._num_workers)
 
     def hold(self, request: Any) -> bool:
         """Return whether vLLM must keep the blocks of a request that has ended until every worker
@@ -310,14 +310,14 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is None:
             wishes = Wishes.of(request, self._role, self._counters)
-            if wishes.num_ranks not in (0, self._num_ranks):
+            if wishes.num_workers not in (0, self._num_workers):
                 self._log.log(
                     logging.ERROR,
-                    "nothing is handed over between engines of %d and %d ranks, which name their KV"
-                    " otherwise; give both the same tensor_parallel_size, or put the cache behind"
+                    "nothing is handed over between engines of %d and %d workers, which name their"
+                    " KV otherwise; give both the same tensor_parallel_size, or put the cache behind"
                     " vLLM's offloading (OffloadingConnector)",
-                    wishes.num_ranks,
-                    self._num_ranks,
+                    wishes.num_workers,
+                    self._num_workers,
                 )
                 wishes = replace(wishes, source=None)
             state = RequestState(request, self._groups, self._chunk_size, wishes=wishes)
