@@ -314,8 +314,8 @@ class SchedulerSide:
                 self._log.log(
                     logging.ERROR,
                     "nothing is handed over between engines of %d and %d workers, which name their"
-                    " KV otherwise; give both the same tensor_parallel_size, or put the cache behind"
-                    " vLLM's offloading (OffloadingConnector)",
+                    " KV otherwise; give both the same tensor_parallel_size, or put the cache"
+                    " behind vLLM's offloading (OffloadingConnector)",
                     wishes.num_workers,
                     self._num_workers,
                 )
