@@ -26,7 +26,7 @@ from tests.vllm.engines import Ask, engine_options, set_environment, transfer_co
 from tests.vllm.models import LLAMA, made_models
 from tests.vllm.processes import ROOT, Owner, Service
 from tests.vllm.references import prompt
-from tests.vllm.servers import START_TIMEOUT_S, Server, start
+from tests.vllm.servers import Server, start
 from tests.vllm.sidecars import await_calm, eventually, neighbourhood, sidecar, socket_of, storage
 
 LENGTH = 4000
@@ -34,6 +34,7 @@ LENGTH = 4000
 NUM_NEW = 16
 PROXIES = ("nothing", "llm-d", "vllm")
 ARENA_GB = 1.0
+START_S = 400.0
 FAULT_S = 0.5
 NUM_ABORTED = 500
 
@@ -92,7 +93,7 @@ def pods(directory: Path, roles: Sequence[str] = ("kv_producer", "kv_consumer"))
             arguments = [str(example), f"--port={port}", f"--says={says}", *engines]
             proxies[says] = Server(port, owner.command(arguments, f"proxy-{says}"))
         for server in servers.values():
-            eventually(server.is_healthy, "a server does not become healthy", START_TIMEOUT_S)
+            eventually(server.is_healthy, "a server does not become healthy", START_S)
         yield Pods(owner, {one.name: one for one in owner.services}, servers, proxies)
 
 
