@@ -54,6 +54,7 @@ ONE_RANK = [
     Shape((MLA,), num_blocks=20),
     Shape((FULL, STATE), num_blocks=24, zeroes_early=True),
     Shape((FULL, STATE, window(6)), num_blocks=44),
+    Shape((FULL, STATE), num_blocks=30, num_drafts=3),
     Shape((FULL, local(16)), num_blocks=36),
     Shape((local(8),), num_blocks=24),
 ]

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.vllm import state_kernels
 from tests.vllm.pictures import picture
 
 ENVIRONMENT = {
@@ -152,6 +153,8 @@ class Engine:
     def __init__(self, options: Mapping[str, Any]) -> None:
         from vllm import LLM
 
+        if options.get("speculative_config") and release() >= (0, 32):
+            state_kernels.register()
         self.llm = LLM(**options)
         self._num_adapters = 0
         self._adapters: dict[str, int] = {}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.vllm.pictures import PLACEHOLDER, WORDS, seeing_config, seeing_shapes, write_processor
 
@@ -44,7 +44,7 @@ LOCAL = "local"
 GATED_DELTA = "gated-delta"
 MAMBA2 = "mamba2"
 """Hybrids: every other layer is full attention, and the others have one state per request: gated
-delta nets, or Mamba-2.
+delta nets, or Mamba-2. The first has a layer that predicts one more token.
 """
 SHARED = "shared"
 """The second half of the layers uses the KV of the first: of a window, or of all tokens."""
@@ -348,7 +348,27 @@ def _make_hybrid(directory: Path, name: str, seed: int) -> None:
         if not configuration.tie_word_embeddings:
             head *= LOUDNESS * torch.randn(len(head), 1).exp()
     model.save_pretrained(directory)
+    if name == GATED_DELTA:
+        _add_predicting_layer(directory, configuration.hidden_size, seed)
     _make_tokenizer(directory)
+
+
+def _add_predicting_layer(directory: Path, hidden: int, seed: int) -> None:
+    """One like the model's second layer, which transformers does not know."""
+    path = directory / "model.safetensors"
+    tensors, second = load_file(path), "model.layers.1."
+    generator = torch.Generator().manual_seed(seed)
+    tensors |= {
+        name.replace(second, "mtp.layers.0."): _drawn(tuple(tensor.shape), generator)
+        if tensor.dim() == 2
+        else tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(second)
+    }
+    tensors["mtp.fc.weight"] = _drawn((hidden, 2 * hidden), generator)
+    for norm in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        tensors[f"mtp.{norm}.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:

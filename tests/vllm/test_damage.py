@@ -4,8 +4,11 @@ bytes with a valid digest are used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
+from lmcache_core.keys import CacheEngineKey
 from lmcache_core.record import decode_head, decode_prefix, encode_head, payload_digest
 
 from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
@@ -66,19 +69,25 @@ def test_records_damaged_on_the_disk(world: World) -> None:
     world.references.check(answers, [ask] * 4, LLAMA)
 
 
-def zero(keeper: Service) -> int:
-    """Replace every record of a storage by one of zeros, with the digest of zeros; how many."""
+def forge(keeper: Service, change: Callable[[bytes], bytes], of: str = "") -> int:
+    """Replace the payloads of a storage's records, with digests that fit; how many.
+
+    Args:
+        keeper: The storage.
+        change: Makes a payload.
+        of: Part of the names of the groups whose records are replaced.
+    """
     keys = [chunk["key"] for chunk in keeper.get("/v1/chunks")["chunks"]]
+    keys = [key for key in keys if of in CacheEngineKey.from_url(key).group]
     for key in keys:
         record = fetch(keeper, f"/v1/chunks/{key}")
         head_bytes = decode_prefix(record).head_bytes
         header, payload_bytes = decode_head(record[:head_bytes])
-        zeros = bytes(payload_bytes)
-        head = encode_head(
-            msgspec.structs.replace(header, digest=payload_digest(zeros)), payload_bytes
-        )
+        payload = change(record[head_bytes : head_bytes + payload_bytes])
+        digest = payload_digest(payload)
+        head = encode_head(msgspec.structs.replace(header, digest=digest), payload_bytes)
         delete(keeper, f"/v1/chunks/{key}")
-        put(keeper, f"/v1/chunks/{key}", head + zeros)
+        put(keeper, f"/v1/chunks/{key}", head + payload)
     return len(keys)
 
 
@@ -96,7 +105,7 @@ def test_zeros_with_a_valid_digest_change_the_answer(world: World, zeroed: bool)
         fill(engine, first, ask)
         stored.reaches(3)
     if zeroed:
-        assert zero(keeper) >= 3
+        assert forge(keeper, lambda payload: bytes(len(payload))) >= 3
     world.sidecar("second", **remote)
     with running_engine(world.options(at="second", **UNHURRIED)) as engine:
         answer = engine.ask(ask)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
+from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, running_engine
 from tests.vllm.models import EAGLE, LLAMA, LOCAL, MTP, SLIDING
 from tests.vllm.processes import EngineProcess
 from tests.vllm.references import prompt
-from tests.vllm.sidecars import Growth
+from tests.vllm.sidecars import Growth, await_calm
 from tests.vllm.worlds import World, fill, whole_chunks
 
 pytestmark = pytest.mark.since("0.31")
@@ -74,3 +76,56 @@ def test_prompt_lookup_shares_kv_with_engines_without_drafts(world: World, model
     assert branched.num_cached >= 2 * CHUNK_SIZE
     assert engine.metrics()["vllm:spec_decode_num_draft_tokens"] > 0
     world.references.check([hit, branched], [WHOLE, BRANCH], model)
+
+
+def test_a_session_reaches_no_other_engine(world: World) -> None:
+    """It continues wrongly where a turn has ended among accepted drafts, and vLLM offers that to
+    later requests. Neither is stored.
+    """
+    sidecar = world.sidecar()
+    drafts = world.speculative({"method": "draft_model", "model": LLAMA})
+    with running_engine(world.options(speculative_config=drafts)) as engine:
+        first, then = prompt(64, 300), prompt(65, 400)
+        answer = _turn(engine, first, 2)
+        _turn(engine, then, 2)
+        whole = Ask(first + answer + then + prompt(66, 200))
+        engine.llm.llm_engine.engine_core.engine_core.abort_requests(["session"])
+        longer = engine.ask(whole)
+        assert longer.num_cached >= 2 * CHUNK_SIZE, "vLLM does not offer it: the test tests nothing"
+        stored = Growth(sidecar)
+        clean = Ask(prompt(67, 600))
+        engine.ask(clean)
+        stored.reaches(2)
+        await_calm(sidecar)
+        assert stored.num_chunks == 2
+        engine.reset()
+        again = engine.ask(whole)
+    world.references.check([again], [whole], LLAMA)
+
+
+def _turn(engine: Engine, tokens: Sequence[int], num_new: int) -> tuple[int, ...]:
+    """Give a session its next input; its answer."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    core = engine.llm.llm_engine.engine_core.engine_core
+    request = EngineCoreRequest(
+        request_id="session",
+        prompt_token_ids=list(tokens),
+        mm_features=None,
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        resumable=True,
+    )
+    core.add_request(*core.preprocess_add_request(request))
+    answer: list[int] = []
+    while len(answer) < num_new:
+        outputs, has_run = core.step()
+        core.post_step(has_run)
+        for of_client in outputs.values():
+            answer += [token for one in of_client.outputs for token in one.new_token_ids]
+    return tuple(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Iterator
@@ -19,9 +20,10 @@ from tests.vllm.models import GATED_DELTA, MAMBA2
 from tests.vllm.processes import Owner
 from tests.vllm.references import TOLERANCES, References, distance, prompt
 from tests.vllm.sabotage import AFTER, BEFORE, Sabotage
-from tests.vllm.sidecars import Growth, await_calm, eventually
+from tests.vllm.sidecars import Growth, await_calm, eventually, storage
+from tests.vllm.test_damage import forge
 from tests.vllm.test_failed_loads import NothingComes
-from tests.vllm.worlds import BACK_S, BOUND_S, World
+from tests.vllm.worlds import BACK_S, BOUND_S, UNHURRIED, World
 
 pytestmark = pytest.mark.since("0.32")
 
@@ -38,6 +40,7 @@ class Kind:
             the state long ago has little effect.
         step: Tokens in a step of prefill. Of Mamba-2, vLLM saves no state inside of a step on a
             CPU (0.32.0 ends with an error).
+        drafts: vLLM's `speculative_config`.
     """
 
     model: str
@@ -45,6 +48,7 @@ class Kind:
     chunk_size: int
     length: int
     step: int
+    drafts: dict[str, Any] | None = None
 
     def options(self, world: World, **options: Any) -> dict[str, Any]:
         """Options of an engine."""
@@ -53,6 +57,7 @@ class Kind:
             "enable_prefix_caching": True,
             "max_num_batched_tokens": self.step,
             "lmcache_chunk_size": self.chunk_size,
+            "speculative_config": self.drafts,
         }
         return world.options(self.model, **(common | options))
 
@@ -60,10 +65,26 @@ class Kind:
         """How many tokens of a prompt can be loaded: at least one is computed."""
         return (num_tokens - 1) // self.chunk_size * self.chunk_size
 
+    def kept(self, num_tokens: int) -> int:
+        """Where vLLM keeps the last state of a prompt. With drafts, it computes the last whole
+        block again for a layer that predicts them.
+        """
+        return self.whole(num_tokens) - (self.chunk_size if self.drafts else 0)
+
+    def filling(self, ask: Ask) -> Ask:
+        """A request that begins like it, and that leaves all that can be loaded of it."""
+        more = prompt(89, self.chunk_size) if self.drafts else ()
+        return replace(ask, tokens=ask.tokens + more)
+
 
 GATED = Kind(GATED_DELTA, "bfloat16", 128, 899, 512)
 MAMBA = Kind(MAMBA2, "float32", 256, 1027, 256)
-KINDS = pytest.mark.parametrize("kind", [GATED, MAMBA], ids=["gated delta net", "mamba2"])
+DRAFTED = replace(GATED, drafts={"method": "mtp", "num_speculative_tokens": 3})
+KINDS = pytest.mark.parametrize(
+    "kind", [GATED, MAMBA, DRAFTED], ids=["gated delta net", "mamba2", "drafts"]
+)
+AT, FLIPPED = 6 * 384 * 2 + 4 * 1000 + 3, 0x40
+"""A byte of `DRAFTED`'s state, behind that of the convolutions: the exponent of a number."""
 DENSE = {"prefix_cache_retention_interval": None}
 """vLLM keeps the state of each step, not only that at the end of a prompt."""
 
@@ -99,7 +120,10 @@ def check(alone: References, kind: Kind, asks: list[Ask], answers: list[Answer])
     added up in another order.
     """
     tolerance = 4 * TOLERANCES[kind.dtype]
-    for answer, expected in zip(answers, alone.answers(asks, kind.model, kind.dtype), strict=True):
+    # Several tokens at once are added up in another order, too.
+    options = {"speculative_config": kind.drafts} if kind.drafts else {}
+    wanted_answers = alone.answers(asks, kind.model, kind.dtype, **options)
+    for answer, expected in zip(answers, wanted_answers, strict=True):
         assert answer.finish_reason == expected.finish_reason
         words = zip(answer.tokens, expected.tokens, strict=True)
         same = next((i for i, (one, other) in enumerate(words) if one != other), len(answer.tokens))
@@ -120,16 +144,19 @@ def test_hits(world: World, alone: References, kind: Kind) -> None:
     ask, branch = Ask(prompt(90, kind.length)), Ask(prompt(90, 600) + prompt(91, 300))
     longer = Ask(prompt(90, kind.length) + prompt(92, 300))
     with running_engine(kind.options(world, **DENSE)) as first:
-        cold = first.ask(ask)
+        cold = first.ask(kind.filling(ask))
         await_calm(sidecar)
     with running_engine(kind.options(world, **DENSE)) as second:
         answers = [second.ask(one) for one in (ask, branch, longer)]
         second.reset()
         answers += second.generate([branch, ask])
+        num_drafts = second.metrics().get("vllm:spec_decode_num_draft_tokens", 0)
+        assert (num_drafts > 0) == (kind.drafts is not None)
     assert cold.num_cached == 0
     whole, part = kind.whole(kind.length), 512  # where a step has ended
-    assert [answer.num_cached for answer in answers] == [whole, part, whole, kind.whole(900), whole]
-    check(alone, kind, [ask, ask, branch, longer, branch, ask], [cold, *answers])
+    assert [answer.num_cached for answer in answers] == [whole, part, whole, kind.kept(900), whole]
+    asks = [kind.filling(ask), ask, branch, longer, branch, ask]
+    check(alone, kind, asks, [cold, *answers])
 
 
 def test_states_at_the_end_of_prompts_alone(world: World, alone: References) -> None:
@@ -149,33 +176,92 @@ def test_states_at_the_end_of_prompts_alone(world: World, alone: References) -> 
     check(alone, GATED, [asks[0], asks[1], branch, asks[1]], answers)
 
 
+@pytest.mark.parametrize("kind", [GATED, DRAFTED], ids=["gated delta net", "drafts"])
 def test_without_its_state_an_answer_is_another(
-    world: World, alone: References, monkeypatch: pytest.MonkeyPatch
+    world: World, alone: References, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     """So a state that is lost or wrong does not go unnoticed by these tests."""
     sidecar = world.sidecar()
-    ask = Ask(prompt(96, GATED.length))
+    ask = Ask(prompt(96, kind.length))
     load = KVTransfer.load
 
     def load_attention(transfer: KVTransfer, named: Any, *others: Any) -> int:
         is_state = "state" in named[0][2].group
         return len(named) if is_state else load(transfer, named, *others)
 
-    with running_engine(GATED.options(world)) as first:
-        first.ask(ask)
+    with running_engine(kind.options(world)) as first:
+        first.ask(kind.filling(ask))
         await_calm(sidecar)
     monkeypatch.setattr(KVTransfer, "load", load_attention)
-    with running_engine(GATED.options(world)) as second:
+    with running_engine(kind.options(world)) as second:
         wrong = second.ask(ask)
-        assert wrong.num_cached == GATED.whole(GATED.length)
+        assert wrong.num_cached == kind.whole(kind.length)
     with pytest.raises(AssertionError):
-        check(alone, GATED, [ask], [wrong])
+        check(alone, kind, [ask], [wrong])
 
 
-def test_requests_that_are_preempted(world: World, alone: References) -> None:
+@pytest.mark.parametrize("is_forged", [True, False])
+def test_one_bit_of_a_state_changes_the_answer(
+    world: World, alone: References, is_forged: bool
+) -> None:
+    """The control: its digest fits. With drafts, as without."""
+    keeper, ask = storage(world.owner), Ask(prompt(109, DRAFTED.length))
+    remote = {"remote_url": f"lm://127.0.0.1:{keeper.ports['lm_port']}"}
+    first = world.sidecar("first", **remote)
+    with running_engine(DRAFTED.options(world, at="first")) as engine:
+        engine.ask(DRAFTED.filling(ask))
+        await_calm(first)
+        eventually(lambda: first.get("/v1/status")["settled"], "written to the storage")
+
+    def flip(payload: bytes) -> bytes:
+        assert payload[AT] not in (0, FLIPPED)
+        return payload[:AT] + bytes([payload[AT] ^ FLIPPED]) + payload[AT + 1 :]
+
+    if is_forged:
+        assert forge(keeper, flip, of="state") > 0
+    world.sidecar("second", **remote)
+    with running_engine(DRAFTED.options(world, at="second", **UNHURRIED)) as engine:
+        hit = engine.ask(ask)
+    assert hit.num_cached == DRAFTED.whole(DRAFTED.length)
+    with pytest.raises(AssertionError) if is_forged else contextlib.nullcontext():
+        check(alone, DRAFTED, [ask], [hit])
+
+
+def test_a_state_that_vllm_has_evicted(world: World, alone: References) -> None:
+    """It is loaded with the attention, which vLLM still has. A connector that
+    `supports_divergent_local_hybrid_hits` is asked only for what follows the attention, and vLLM
+    computes all of the prompt if that is nothing.
+    """
+    from vllm.v1.core.kv_cache_utils import get_group_id
+
     sidecar = world.sidecar()
-    asks = [Ask(prompt(97 + i, 3 * GATED.chunk_size - 60), num_new=90) for i in range(3)]
-    few = GATED.options(world, num_gpu_blocks_override=12, max_model_len=1024, **DENSE)
+    ask = Ask(prompt(108, GATED.length))
+    with running_engine(GATED.options(world)) as engine:
+        engine.ask(ask)
+        await_calm(sidecar)
+        manager = engine.scheduler.kv_cache_manager
+        groups = engine.scheduler.kv_cache_config.kv_cache_groups
+        names = [type(group.kv_cache_spec).__name__ for group in groups]
+        named = [block for block in manager.block_pool.blocks if block.block_hash is not None]
+        states = {
+            block.block_id
+            for block in named
+            if names[get_group_id(block.block_hash)] == "MambaSpec"
+        }
+        assert 0 < len(states) < len(named)
+        manager.evict_blocks(states)
+        hit = engine.ask(ask)
+        whole = GATED.whole(GATED.length)
+        assert engine.metrics()["vllm:external_prefix_cache_hits"] == hit.num_cached == whole
+    check(alone, GATED, [ask], [hit])
+
+
+@pytest.mark.parametrize("kind", [GATED, DRAFTED], ids=["gated delta net", "drafts"])
+def test_requests_that_are_preempted(world: World, alone: References, kind: Kind) -> None:
+    sidecar = world.sidecar()
+    asks = [Ask(prompt(97 + i, 3 * kind.chunk_size - 60), num_new=90) for i in range(3)]
+    num_blocks = 24 if kind.drafts else 12
+    few = kind.options(world, num_gpu_blocks_override=num_blocks, max_model_len=1024, **DENSE)
     with running_engine(few) as engine:
         stored = Growth(sidecar)
         cold = engine.generate(asks)
@@ -187,7 +273,9 @@ def test_requests_that_are_preempted(world: World, alone: References) -> None:
         hits = engine.generate(asks)
         assert any(answer.num_cached for answer in hits)
         single = [engine.ask(ask) for ask in asks]
-    check(alone, GATED, [*asks, *asks, *asks], [*cold, *hits, *single])
+        num_accepted = engine.metrics().get("vllm:spec_decode_num_accepted_tokens", 0)
+        assert (num_accepted > 0) == (kind.drafts is not None), "no draft was right"
+    check(alone, kind, [*asks, *asks, *asks], [*cold, *hits, *single])
 
 
 def test_two_workers(world: World, alone: References) -> None:
@@ -214,7 +302,7 @@ def test_a_load_that_fails(
     sidecar = world.sidecar()
     ask, longer = Ask(prompt(101, kind.length)), Ask(prompt(101, kind.length) + prompt(102, 200))
     with running_engine(kind.options(world)) as engine:
-        engine.ask(ask)
+        engine.ask(kind.filling(ask))
         await_calm(sidecar)
         engine.reset()
         nothing = NothingComes(monkeypatch)
@@ -238,7 +326,7 @@ def test_a_request_that_is_aborted_while_it_is_loaded(
     sidecar = world.sidecar()
     ask, other = Ask(prompt(106, kind.length)), Ask(prompt(107, kind.length))
     with running_engine(kind.options(world)) as engine:
-        engine.ask(ask)
+        engine.ask(kind.filling(ask))
         await_calm(sidecar)
         engine.reset()
         late = LateLoads(monkeypatch)
@@ -255,17 +343,23 @@ def test_a_request_that_is_aborted_while_it_is_loaded(
     check(alone, kind, [other, ask], [meanwhile, hit])
 
 
+@pytest.mark.parametrize("kind", [GATED, DRAFTED], ids=["gated delta net", "drafts"])
 @pytest.mark.parametrize(
     ("message", "when"), [("LOAD", BEFORE), ("LOAD", AFTER), ("RESERVE", AFTER), ("COMMIT", BEFORE)]
 )
 def test_a_killed_sidecar(
-    world: World, alone: References, monkeypatch: pytest.MonkeyPatch, message: str, when: str
+    world: World,
+    alone: References,
+    monkeypatch: pytest.MonkeyPatch,
+    message: str,
+    when: str,
+    kind: Kind,
 ) -> None:
     sidecar = world.sidecar()
-    ask = Ask(prompt(103, GATED.length))
-    with running_engine(GATED.options(world)) as engine:
+    ask = Ask(prompt(103, kind.length))
+    with running_engine(kind.options(world)) as engine:
         if message == "LOAD":
-            engine.ask(ask)
+            engine.ask(kind.filling(ask))
             await_calm(sidecar)
             engine.reset()
         with Sabotage(monkeypatch, message, when, sidecar.kill) as sabotage:
@@ -276,9 +370,11 @@ def test_a_killed_sidecar(
 
         def is_found() -> bool:
             engine.reset()
-            return engine.ask(ask).num_cached == GATED.whole(GATED.length)
+            engine.ask(kind.filling(ask))
+            engine.reset()
+            return engine.ask(ask).num_cached == kind.whole(kind.length)
 
         eventually(is_found, "it is stored again", BACK_S)
         engine.reset()
         hit = engine.ask(ask)
-    check(alone, GATED, [ask, ask], [answer, hit])
+    check(alone, kind, [ask, ask], [answer, hit])

@@ -33,8 +33,9 @@ SHAPES = pytest.mark.parametrize(
         Shape(num_blocks=40),
         Shape((FULL, window(6)), num_blocks=60),
         Shape((FULL, STATE), block_size=8, num_blocks=30),
+        Shape((FULL, STATE), block_size=8, num_blocks=40, num_drafts=3),
     ],
-    ids=["full", "hybrid", "state"],
+    ids=["full", "hybrid", "state", "drafts"],
 )
 
 

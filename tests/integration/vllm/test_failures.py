@@ -33,8 +33,9 @@ SHAPES = pytest.mark.parametrize(
         Shape((window(6),)),
         Shape((FULL, window(6)), num_blocks=96),
         Shape((FULL, STATE), block_size=8),
+        Shape((FULL, STATE), block_size=8, num_drafts=3),
     ],
-    ids=["full", "windowed", "hybrid", "state"],
+    ids=["full", "windowed", "hybrid", "state", "drafts"],
 )
 MAX_STEPS = 300
 """A connector that offered a failed load again would need thousands: vLLM asks in every step."""
@@ -141,8 +142,9 @@ def test_a_store_that_raises_when_vllm_starts(module: ModuleType, model: Path) -
         Shape((window(10),)),
         Shape((FULL, window(10)), num_blocks=96),
         Shape((FULL, STATE), block_size=8),
+        Shape((FULL, STATE), block_size=8, num_drafts=3),
     ],
-    ids=["full", "windowed", "hybrid", "state"],
+    ids=["full", "windowed", "hybrid", "state", "drafts"],
 )
 def test_the_engine_notices_forged_kv(module: ModuleType, model: Path, shape: Shape) -> None:
     """The negative control: one number of a chunk is changed, and the digest fits."""

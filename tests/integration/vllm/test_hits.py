@@ -7,7 +7,16 @@ from types import ModuleType
 
 import pytest
 
-from tests.fixtures.vllm_engine import FULL, MLA, GroupShape, Limits, Shape, running, window
+from tests.fixtures.vllm_engine import (
+    FULL,
+    MLA,
+    STATE,
+    GroupShape,
+    Limits,
+    Shape,
+    running,
+    window,
+)
 from tests.fixtures.vllm_engine.shapes import (
     BLOCK_FIRST,
     HND,
@@ -41,6 +50,28 @@ def test_a_prompt_that_vllm_has_evicted_is_loaded(any_module: ModuleType, model:
     assert engine.tally(cold).num_loads == 0
     assert engine.tally(hit).num_external == 40
     assert hit.output == cold.output
+
+
+def test_drafts_with_recurrent_state(module: ModuleType, model: Path) -> None:
+    """vLLM copies a request's state from block to block as it accepts drafts. Only the states of
+    prompts are stored.
+    """
+    shape = Shape((FULL, STATE), block_size=CHUNK_SIZE, num_drafts=3)
+    with running(module, model, embedded()) as plain:
+        expected = plain.ask(prompt(1, 43), max_tokens=30).output
+    with running(module, model, embedded(save_decode_cache=True), shape=shape) as engine:
+        cold = engine.ask(prompt(1, 43), max_tokens=30)
+        assert engine.num_steps < 30, "no draft is right: the test tests nothing"
+        engine.forget()
+        turn = [*prompt(1, 43), *cold.output, *prompt(2, 20)]
+        next_turn = engine.ask(turn)
+        engine.forget()
+        hit = engine.ask(prompt(1, 43), max_tokens=30)
+        branches = [engine.ask([*turn[:length], 1]) for length in (50, 58, 66)]
+    assert cold.output == hit.output == expected
+    assert [engine.tally(one).num_external for one in (cold, next_turn, hit)] == [0, 40, 40]
+    num_local = [engine.tally(branch).num_local for branch in branches]
+    assert num_local == [48, 56, 64], "vLLM itself keeps states of answers"
 
 
 def test_logprobs_of_the_prompt_are_computed(any_module: ModuleType, model: Path) -> None:

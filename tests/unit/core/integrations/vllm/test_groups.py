@@ -59,7 +59,6 @@ def spec_named(name: str, **facts: Any) -> Any:
             "bounded_replay",
         ),
         (spec_named("MambaSpec", mamba_cache_mode="none"), "--enable-prefix-caching"),
-        (spec_named("MambaSpec", num_speculative_blocks=3), "with draft tokens"),
         (
             SimpleNamespace(
                 kv_cache_specs={

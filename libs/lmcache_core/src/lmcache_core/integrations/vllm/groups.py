@@ -147,11 +147,6 @@ def _cache_group(number: int, index: int, group: Any, is_only: bool) -> CacheGro
             f"cache group {index} holds recurrent state, which vLLM keeps at the end of a block"
             " only with its prefix cache: start it with --enable-prefix-caching"
         )
-    if any(getattr(spec, "num_speculative_blocks", 0) for spec in specs):
-        raise LayoutError(
-            f"cache group {index} holds recurrent state with draft tokens, which no test has"
-            " run: use LMCacheTier, or no speculative decoding"
-        )
     windows = {_window_of(spec) for spec in specs}
     sizes = {spec.block_size for spec in specs}
     if len(windows) != 1 or len(sizes) != 1:

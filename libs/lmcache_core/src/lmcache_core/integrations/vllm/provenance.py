@@ -53,7 +53,9 @@ class Provenance:
     def handed_out(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
         """Record the blocks that vLLM gives a waiting request: all but those of its prefix cache
         will be written to, also by a load that ends, or whose request ends, before a step uses
-        them.
+        them. A session that continues waits again, and nothing of its later turns is known: where
+        a turn has ended among accepted drafts, vLLM 0.32 takes the rest of them for the begin of
+        the next one.
         """
         state.turn = next(self._turns)
         for group in self._groups:
