@@ -70,7 +70,7 @@ class Offloading:
             )
         )
         self.manager = spec.get_manager()
-        # Since 0.33 a thread of vLLM's calls it, too
+        # Since 0.33 every call of the manager needs it
         self._lock = getattr(self.manager, "lock", nullcontext())
         self.rows = np.frombuffer(self.manager.primary_tier.get_kv_memoryview(), np.uint8)
         self.rows = self.rows.reshape(num_rows, CHUNK_BYTES)
