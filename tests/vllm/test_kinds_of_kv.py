@@ -129,6 +129,7 @@ def test_two_workers(world: World) -> None:
         assert_same(answer, expected, TP_TOLERANCE)
 
 
+@pytest.mark.smoke
 def test_every_kind_is_cached_or_refused_with_a_reason() -> None:
     """Of this release's kinds, these are cached; the sentence for the others names the kind."""
     from vllm.v1 import kv_cache_interface

@@ -14,6 +14,8 @@ from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
 from lmcache_core.integrations.vllm.groups import cache_groups, check_packing
 from lmcache_core.integrations.vllm.memory import create_scales, memory_of
 
+from tests.vllm.engines import release
+
 pytestmark = pytest.mark.since("0.32")
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_LAYERS = 16, 32, 2
@@ -32,16 +34,20 @@ NOT_HERE = {
     "FLASHINFER_MLA": "imports flashinfer",
     "CUTLASS_MLA": "asks CUDA at import",
     "ROCM_FLASHMLA_SPARSE_DSV4": "asks CUDA at import",
+    "ROCM_FLASHMLA_SPARSE_DSV41": "asks CUDA at import",
     "FLASH_ATTN_MLA": "imports flash attention, built for GPUs only",
     "MINIMAX_M3_SPARSE": "imports torchvision",
+    "STEP5_DSA": "imports torchvision",
     "ULTRAQUANT": "imports Triton's types, without which vLLM runs on a CPU",
 }
 """Backends whose class cannot be imported without a GPU. On one, those that can are checked."""
+if release() >= (0, 33):
+    NOT_HERE["ROCM_AITER_UNIFIED_ATTN"] = "asks CUDA at import"
 IMPORT_ERRORS = (ImportError, AssertionError, AttributeError, ValueError)
 DS_MLA = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 """Bytes of a token in formats whose size does not follow from the head's."""
 PACKED_BACKENDS = {
-    *("B12X", "ROCM_ATTN", "ROCM_SEGMENTED_ATTN", "TURBOQUANT"),
+    *("B12X", "ROCM_ATTN", "ROCM_OCTAVE", "ROCM_SEGMENTED_ATTN", "TURBOQUANT"),
     *("CPU_ATTN", "CPU_MLA", "AMX_MLA"),
 }
 PACKED_DTYPES = {*DS_MLA, "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head"}
@@ -150,6 +156,7 @@ def backends() -> list[Any]:
     return []
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: str(backend.name))
 def test_backends(backend: Any) -> None:
     """Each KV dtype of each backend, in each layout that the backend takes: served by token unless
@@ -168,6 +175,10 @@ def test_backends(backend: Any) -> None:
         if backend.name not in NOT_HERE:
             raise
         pytest.skip(f"not here either: {backend.name}: {exc!r}")
+    if backend.name == "ROCM_OCTAVE":  # a layer says so before it is asked for sizes
+        from vllm.v1.attention.ops.rocm_octave import register_rope_dim
+
+        register_rope_dim(64, 64)
     sizes = found.get_supported_kernel_block_sizes()
     block_size = max(BLOCK_SIZE // 2, *(getattr(size, "base", size) for size in sizes))
     layouts = found.supported_kv_cache_layouts()

@@ -21,7 +21,7 @@ import pytest
 from lmcache_core.engine.transfer import KVTransfer
 from lmcache_core.errors import ConfigError
 
-from tests.vllm.engines import BLOCK_SIZE, Ask, engine_options, running_engine
+from tests.vllm.engines import BLOCK_SIZE, Ask, engine_options, release, running_engine
 from tests.vllm.models import EAGLE, GATED_DELTA, LLAMA, LOCAL, MAMBA2, MLA, MTP, SHARED, SLIDING
 from tests.vllm.processes import Service
 from tests.vllm.references import References, prompt
@@ -58,7 +58,7 @@ def test_chunks_of_one_engine_are_loaded_by_another(world: World) -> None:
 
 
 def test_each_call_may_come_from_another_thread(world: World) -> None:
-    """vLLM 0.33 asks for jobs that have ended in a thread of its own, between steps."""
+    """In vLLM 0.33 a thread of its own calls every tier where one of them serves peers."""
     world.sidecar()
     with offloading(world) as one:
 
@@ -74,6 +74,18 @@ def test_each_call_may_come_from_another_thread(world: World) -> None:
         assert tuple(tier.config_info()) == tier.config_info_keys({})
 
 
+@pytest.mark.since("0.33")
+@pytest.mark.smoke
+def test_vllm_asks_only_in_its_steps(world: World) -> None:
+    """Nothing that ends between them matters before the next one, and a thread that asks 1,000
+    times a second takes 3 % of a processor.
+    """
+    with offloading(world) as one:
+        one.store([1])
+        one.await_jobs()
+        assert "vllm_offload_tier_poll" not in [thread.name for thread in threading.enumerate()]
+
+
 @pytest.mark.since("0.32")
 def test_vllm_learns_what_the_sidecar_gains_and_loses(world: World) -> None:
     """Whether it is in the sidecar's memory or on its disk, it is in storage for vLLM."""
@@ -84,7 +96,7 @@ def test_vllm_learns_what_the_sidecar_gains_and_loses(world: World) -> None:
         there: set[bytes] = set()
 
         def holds(number: int) -> bool:
-            for event in one.manager.take_events():
+            for event in one.take_events():
                 if event.medium is not Medium.STORAGE:
                     continue
                 assert (event.ownership, event.locality) == (None, None), "or routers ignore it"
@@ -101,7 +113,7 @@ def test_vllm_learns_what_the_sidecar_gains_and_loses(world: World) -> None:
         one.store(list(range(20, 30)))
         one.await_jobs()
         eventually(lambda: holds(10), "what was stored is told")
-        one.manager.reset_cache()
+        one.reset_cache()
         eventually(lambda: holds(0), "it will not be found again")
 
 
@@ -111,7 +123,7 @@ def test_caches_that_were_reset_share_nothing_any_more(world: World) -> None:
     with offloading(world) as engine, offloading(world) as other:
         engine.store([1, 2])
         engine.await_jobs()
-        engine.manager.reset_cache()
+        engine.reset_cache()
         assert not any(engine.load([1, 2]))
         engine.store([3])
         engine.await_jobs()
@@ -141,7 +153,7 @@ def test_a_job_that_does_not_end_is_given_up(world: World, monkeypatch: pytest.M
         engine.store([2, 3])
         engine.step()
         assert have_begun.get(timeout=JOB_BOUND_S) == "store"
-        engine.manager.reset_cache()
+        engine.reset_cache()
         engine.rows[:] = 7
         may_go_on.set()
         engine.store([4])
@@ -342,7 +354,9 @@ def test_hits_with_drafts(world: World, model: str, drafts: dict[str, Any]) -> N
         assert engine.metrics()["vllm:spec_decode_num_draft_tokens"] > 0
         await_calm(sidecar)
         engine.end()
-    assert [answer.num_cached for answer in answers] == [0, 900 // BLOCK_SIZE * BLOCK_SIZE]
+    # Since 0.33 a hit ends a block earlier: the draft's KV in the last one depends on what follows
+    num_blocks = 900 // BLOCK_SIZE - (release() >= (0, 33))
+    assert [answer.num_cached for answer in answers] == [0, num_blocks * BLOCK_SIZE]
     world.references.check(answers, [ask, ask], model)
 
 

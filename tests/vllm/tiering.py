@@ -6,7 +6,7 @@ import random
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ class Offloading:
             )
         )
         self.manager = spec.get_manager()
+        # Since 0.33 every call of the manager needs it
+        self._lock = getattr(self.manager, "lock", nullcontext())
         self.rows = np.frombuffer(self.manager.primary_tier.get_kv_memoryview(), np.uint8)
         self.rows = self.rows.reshape(num_rows, CHUNK_BYTES)
         self._num_requests = 0
@@ -78,14 +80,30 @@ class Offloading:
         """End a step of the scheduler."""
         from vllm.v1.kv_offload.base import ScheduleEndContext
 
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        with self._lock:
+            self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def reset_cache(self) -> None:
+        """Reset as vLLM does while its workers copy nothing."""
+        with self._lock:
+            self.manager.reset_cache()
+            if hasattr(self.manager, "on_reset_flushed"):  # since 0.33
+                self.manager.on_reset_flushed()
+
+    def take_events(self) -> list[Any]:
+        with self._lock:
+            return list(self.manager.take_events())
 
     def await_jobs(self) -> None:
         deadline = time.monotonic() + JOB_BOUND_S
-        while self.manager.has_pending_work():
+        while self._has_pending_work():
             assert time.monotonic() < deadline, "a job hangs"
             self.step()
             time.sleep(0.002)
+
+    def _has_pending_work(self) -> bool:
+        with self._lock:
+            return bool(self.manager.has_pending_work())
 
     @contextmanager
     def request(self) -> Iterator[Any]:
@@ -93,13 +111,15 @@ class Offloading:
 
         self._num_requests += 1
         context = ReqContext(f"r{self._num_requests}")
-        self.manager.on_new_request(context)
+        with self._lock:
+            self.manager.on_new_request(context)
         yield context
-        self.manager.on_request_finished(context)
+        with self._lock:
+            self.manager.on_request_finished(context)
 
     def store(self, numbers: Sequence[int]) -> None:
         """Store chunks as vLLM does once a step has computed them."""
-        with self.request() as context:
+        with self.request() as context, self._lock:
             prepared = self.manager.prepare_store([key_of(n) for n in numbers], context)
             if prepared is None:
                 return
@@ -120,20 +140,21 @@ class Offloading:
         with self.request() as context:
             while left:
                 assert time.monotonic() < deadline, "a lookup hangs"
-                results = {n: self.manager.lookup(key_of(n), context) for n in left}
-                left = [
-                    n
-                    for n, result in results.items()
-                    if result in (LookupResult.RETRY, LookupResult.HIT_PENDING)
-                ]
-                hits = [n for n, result in results.items() if result is LookupResult.HIT]
-                keys = [key_of(n) for n in hits]
-                if hits:
-                    spec = self.manager.prepare_load(keys, context)
-                    for n, row in zip(hits, spec.chunk_ids, strict=True):
-                        assert bytes(self.rows[row]) == content_of(n), f"chunk {n} is wrong"
-                    self.manager.complete_load(keys, context)
-                    found |= set(hits)
+                with self._lock:
+                    results = {n: self.manager.lookup(key_of(n), context) for n in left}
+                    left = [
+                        n
+                        for n, result in results.items()
+                        if result in (LookupResult.RETRY, LookupResult.HIT_PENDING)
+                    ]
+                    hits = [n for n, result in results.items() if result is LookupResult.HIT]
+                    keys = [key_of(n) for n in hits]
+                    if hits:
+                        spec = self.manager.prepare_load(keys, context)
+                        for n, row in zip(hits, spec.chunk_ids, strict=True):
+                            assert bytes(self.rows[row]) == content_of(n), f"chunk {n} is wrong"
+                        self.manager.complete_load(keys, context)
+                        found |= set(hits)
                 self.step()
                 time.sleep(0.002)
         return [n in found for n in numbers]

@@ -12,7 +12,7 @@ from lmcache_core.integrations.vllm.releases import LEAST, LEAST_WITH_TIERS, Rel
 from tests.cluster.helm import OLDEST
 from tests.helm.test_cases import KUBERNETES_VERSIONS
 from tests.helm.tools.fetch_helm import TOOLS
-from tests.releases import VLLM_RELEASES
+from tests.releases import VLLM_AHEAD, VLLM_RELEASES
 from tests.unit.docs.pages import ROOT
 
 VERSION = r"\d+\.\d+(?:\.\d+)?"
@@ -31,7 +31,8 @@ def yaml_of(name: str) -> Any:
 
 
 def run_from(least: Release) -> list[str]:
-    return [text for text in reversed(VLLM_RELEASES) if tuple(map(int, text.split("."))) >= least]
+    releases = [*reversed(VLLM_RELEASES), *VLLM_AHEAD]
+    return [text for text in releases if tuple(map(int, text.split("."))) >= least]
 
 
 def test_releases_of_vllm() -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from lmcache_core.integrations.vllm.releases import LEAST, text_of
 
-from tests.releases import NEWEST_VLLM, VLLM_RELEASES
+from tests.releases import NEWEST_VLLM, VLLM_AHEAD, VLLM_RELEASES
 from tests.unit.docs.pages import PAGES, ROOT, name_of
 
-RAN = re.search(
-    r"Run with ([\d., and]+\d) on a CPU", (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
-)
+PAGE = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+RAN = re.search(r"Run with ([\d., and]+\d) on a CPU", PAGE)
 RELEASES = re.findall(r"\d+\.\d+\.\d+", RAN[1] if RAN else "")
 PROMISE = re.compile(r"vLLM[^|\n.]{0,40}?\b(0\.\d+(?:\.\d+)?) (?:and|or) later")
 PLACES = [*PAGES, ROOT / "libs/lmcache_core/src/lmcache_core/integrations/vllm/__init__.py"]
@@ -28,6 +27,14 @@ def numbers(release: str) -> list[int]:
 def test_those_that_are_named_are_run() -> None:
     assert sorted(VLLM_RELEASES, key=numbers) == RELEASES
     assert VLLM_RELEASES[0] == RELEASES[-1], "the newest is tested whole"
+
+
+def test_a_release_without_a_cpu_build_is_named_as_such() -> None:
+    found = re.findall(r"of ([\d.]+\d) its Python, on what is compiled of ([\d.]+\d)", PAGE)
+    assert found == [(ahead, NEWEST_VLLM) for ahead in VLLM_AHEAD]
+    for ahead in VLLM_AHEAD:
+        assert numbers(ahead) > numbers(NEWEST_VLLM)
+        assert f"| {ahead} |" in PAGE
 
 
 @pytest.mark.parametrize(

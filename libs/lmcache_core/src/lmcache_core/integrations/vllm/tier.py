@@ -137,9 +137,6 @@ class LMCacheTier(SecondaryTierManager):
         ConfigError: An option is missing or invalid.
     """
 
-    tolerates_off_thread_polling = True
-    """Since 0.33: jobs that have ended are reported between steps, too."""
-
     def __init__(
         self,
         offloading_spec: Any,
