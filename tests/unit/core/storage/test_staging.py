@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_core.concurrency import TaskSupervisor
-from lmcache_core.keys import ChunkKey
+from lmcache_core.keys import TAIL, ChunkKey
 from lmcache_core.memory import ArenaAllocator
 from lmcache_core.record import Allocate, Miss, Result, Staged
 from lmcache_core.storage import staging as staging_module
@@ -209,6 +209,31 @@ async def test_chunks_that_are_on_their_way_are_waited_for_a_moment(
         w.stage("other", chain_of(range(9, 12)))
         await w.settled("other")
         assert loop.time() - began <= POLL_S, "nothing is known to be on its way"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_whole", [0, 1, 3])
+@pytest.mark.parametrize("num_missing", [0, 1, 2])
+async def test_a_tail_is_held_behind_its_whole_chain_and_costs_no_question_of_its_own(
+    num_ranks: int, num_whole: int, num_missing: int
+) -> None:
+    """The last ones of the whole chunks are missing; the tail is there."""
+    shelf = Shelf()
+    whole = chain_of(range(num_whole), world_size=num_ranks)
+    tail = chain_of([99], world_size=num_ranks, group=whole.group + TAIL)
+    num_there = max(0, num_whole - num_missing)
+    shelf.held.update(names_of(keys_by_chunk(whole))[: num_there * num_ranks])
+    shelf.held.update(names_of(keys_by_chunk(tail)))
+    async with world(shelf) as w:
+        w.stage("t", whole, tail)
+        staged = await w.settled("t")
+        has_tail = num_there == num_whole
+        assert staged.tiers == (
+            b"\2" * num_there + bytes(num_whole - num_there),
+            b"\2" if has_tail else b"\0",
+        )
+        assert shelf.num_asked == (num_whole + 1) * num_ranks
+        assert w.room.used_bytes == (num_there + has_tail) * num_ranks * TAKEN_BYTES
 
 
 async def test_cost_of_a_long_chain_is_that_of_its_held_part() -> None:

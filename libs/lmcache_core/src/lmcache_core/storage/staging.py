@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from lmcache_core.keys import ChunkChain, ChunkKey
+from lmcache_core.keys import TAIL, ChunkChain, ChunkKey
 from lmcache_core.names import DISK_TIER, MEMORY_TIER, PEER_TIER, STORAGE_TIER
 from lmcache_core.record import Chunk, Staged, StagedFrom
 from lmcache_core.storage.expected import EXPECTED_FROM, EXPECTED_S
@@ -119,18 +119,29 @@ class ChunkBudget:
 
 
 class StagedChain:
-    """One chain of a ticket. `tiers` has a `StagedFrom` for each chunk, 0 while it is not held."""
+    """One chain of a ticket, and the tail that is asked for with it, as its last chunk: a tail is
+    of use behind the whole chain only, and one question to each tier is enough for both.
 
-    def __init__(self, tenant: str, chain: ChunkChain) -> None:
+    Attributes:
+        num_whole: Number of chunks without the tail.
+        tiers: A `StagedFrom` for each chunk, 0 while it is not held.
+    """
+
+    def __init__(self, tenant: str, chain: ChunkChain, tail: ChunkChain | None = None) -> None:
         self.num_ranks = chain.world_size
-        self.tiers = bytearray(chain.num_chunks)
+        self.num_whole = chain.num_chunks
         self._tenant = tenant
         self._chain = chain
+        self._tail = tail or chain.part(0, 0)
+        self.tiers = bytearray(self.num_whole + self._tail.num_chunks)
 
     def names_of(self, numbers: Sequence[int]) -> list[ChunkKey]:
         """Return the names of these chunks, in ascending order, the ranks of one chunk together."""
         start, end = numbers[0], numbers[-1] + 1
         names = self._chain.part(start, end).chunk_keys(self._tenant)
+        if end > self.num_whole:
+            of_tail = self._tail.part(max(0, start - self.num_whole), end - self.num_whole)
+            names += of_tail.chunk_keys(self._tenant)
         if len(numbers) == end - start:
             return names
         num_ranks = self.num_ranks
@@ -159,7 +170,15 @@ class StageTicket:
         self.asked = (tuple(chains), is_prefix)
         self.is_prefix = is_prefix
         self.source = source
-        self.chains = [StagedChain(tenant, chain) for chain in chains]
+        heads = _heads_of_tails(chains)
+        tails = {head: chains[i] for i, head in heads.items()}
+        staged = {
+            i: StagedChain(tenant, chain, tails.get(i))
+            for i, chain in enumerate(chains)
+            if i not in heads
+        }
+        self.chains = list(staged.values())
+        self._answers = [(staged[heads.get(i, i)], i in heads) for i in range(len(chains))]
         self.held: list[Chunk] = []
         self.is_ready = True
         self.is_over = False
@@ -167,7 +186,11 @@ class StageTicket:
 
     def staged(self) -> Staged:
         """Return the current answer."""
-        return Staged(self.is_ready, tuple(bytes(chain.tiers) for chain in self.chains))
+        tiers = (
+            chain.tiers[chain.num_whole :] if is_tail else chain.tiers[: chain.num_whole]
+            for chain, is_tail in self._answers
+        )
+        return Staged(self.is_ready, tuple(map(bytes, tiers)))
 
 
 class Stager:
@@ -486,6 +509,15 @@ class Stager:
         figures = self._stack.hot.stats()
         mean_bytes = max(1, figures["used_bytes"] // max(1, figures["num_chunks"]))
         return max(0, self._room.max_bytes - self._room.used_bytes) // (mean_bytes * num_ranks)
+
+
+def _heads_of_tails(chains: Sequence[ChunkChain]) -> dict[int, int]:
+    """Return for each tail among these chains that has a chain in front of it the indices of
+    both.
+    """
+    heads = {(chain.group + TAIL, chain.world_size): i for i, chain in enumerate(chains)}
+    named = ((chain.group, chain.world_size) for chain in chains)
+    return {i: heads[name] for i, name in enumerate(named) if name in heads}
 
 
 def _whole(found: Sequence[object | None], num_ranks: int, is_prefix: bool) -> Sequence[int]:
