@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
-from lmcache_core.lookup.messages import LookupAnswer
+from lmcache_core.lookup.messages import Holder, LookupAnswer
 from lmcache_core.p2p import BrokerClient
 from lmcache_core.record import Chunk, Miss, MissReason, Result
 from lmcache_core.storage.expected import EXPECTED_FROM
-from lmcache_core.storage.peer import LISTED_S, P2PBackend
+from lmcache_core.storage.peer import LISTED_S, LOCATED_S, P2PBackend
 
 from tests.fixtures.peers import Town, town
 from tests.fixtures.wire import until
@@ -160,6 +160,18 @@ class UnknowingLookup:
         return LookupAnswer(0, [])
 
 
+class KnowingLookup:
+    """Says that one instance has everything."""
+
+    def __init__(self, instance: str) -> None:
+        self._holders = [Holder(instance, "sidecar", "memory", 1000)]
+        self.num_asked = 0
+
+    async def lookup(self, chunk_ids: Sequence[bytes], exclude: Sequence[str]) -> LookupAnswer:
+        self.num_asked += 1
+        return LookupAnswer(len(chunk_ids), [self._holders] * len(chunk_ids))
+
+
 @pytest.mark.parametrize("source", ["a", "127.0.0.1"])
 async def test_an_instance_that_is_to_have_chunks_is_asked_before_lookup_knows(
     world: Town, source: str
@@ -171,6 +183,33 @@ async def test_an_instance_that_is_to_have_chunks_is_asked_before_lookup_knows(
     EXPECTED_FROM.set(source)
     assert await tier.batched_contains(keys) == [True] * len(keys)
     assert taken(await tier.batched_get(keys, world.arena)) == ALL
+    await tier.close()
+
+
+async def test_chunks_that_were_just_located_are_not_looked_up_again(world: Town) -> None:
+    await world.add("a", NAMES)
+    lookup, now = KnowingLookup("a"), asyncio.get_running_loop().time
+    tier = P2PBackend("me", lookup, world.broker, world.pool)  # type: ignore[arg-type]
+    keys = [make_key(name) for name in NAMES]
+    for asked, wait_s, num_lookups in (
+        (keys, 0.0, 1),
+        (keys[:3], 0.0, 1),
+        (keys[1:], 0.0, 2),
+        (keys, LOCATED_S, 2),
+    ):
+        assert all(await tier.batched_contains(keys))
+        lookup.num_asked = 1
+        until = now() + wait_s
+        while now() < until:
+            await asyncio.sleep(wait_s)
+        results = await tier.batched_get(asked, world.arena)
+        assert taken(results, [name for name in NAMES if make_key(name) in asked]) == [None] * len(
+            asked
+        )
+        assert lookup.num_asked == num_lookups
+        results = await tier.batched_get(asked, world.arena)
+        assert lookup.num_asked == num_lookups + 1, "once"
+        taken(results, [name for name in NAMES if make_key(name) in asked])
     await tier.close()
 
 

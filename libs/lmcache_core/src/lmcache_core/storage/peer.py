@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -25,6 +26,10 @@ PEER_KIND = "sidecar"
 MAX_GOODBYES = 64
 """Concurrent reports to the broker that a pull has ended; beyond this the tickets just expire."""
 GOODBYE_S = 0.2
+LOCATED_S, MAX_LOCATED = 0.1, 64
+"""How long, and for how many questions, a read may use what was found when its chunks were located:
+lookup is then asked once for both.
+"""
 LISTED_S = 5.0
 """How long a list of the peers' names is used before the broker is asked for another one."""
 
@@ -49,6 +54,9 @@ class P2PBackend(StorageBackend):
         self._peers = peers
         self._parts = PullParts(instance, broker, peers)
         self._broker = broker
+        self._located: OrderedDict[
+            ChunkKey, tuple[float, tuple[ChunkKey, ...], list[list[HeldBy]]]
+        ] = OrderedDict()
         self._names: dict[str, str] = {}
         self._listed_at = -LISTED_S
         self._tasks = TaskSupervisor("peers", MAX_GOODBYES)
@@ -71,6 +79,10 @@ class P2PBackend(StorageBackend):
         keys.
         """
         holders = await self._holders(keys)
+        if keys and holders:
+            self._located[keys[0]] = asyncio.get_running_loop().time(), tuple(keys), holders
+            if len(self._located) > MAX_LOCATED:
+                self._located.popitem(last=False)
         return [bool(names) for names in holders] + [False] * (len(keys) - len(holders))
 
     async def batched_get(
@@ -84,7 +96,8 @@ class P2PBackend(StorageBackend):
         pull: PeerPull | None = None
         assignments: Sequence[Assignment] = ()
         async with caller_limit(limit_s) as limit:
-            pull = PeerPull(self._parts, keys, await self._holders(keys), allocate, deadline)
+            holders = self._located_just_now(keys) or await self._holders(keys)
+            pull = PeerPull(self._parts, keys, holders, allocate, deadline)
             assignments = await pull.assign()
         if pull is None or limit.expired():
             return [Miss(MissReason.DEADLINE)] * len(keys)
@@ -117,6 +130,17 @@ class P2PBackend(StorageBackend):
     async def _report_done(self, pulls: Sequence[str]) -> None:
         with contextlib.suppress(UnavailableError):
             await self._parts.broker.done(self._instance, pulls)
+
+    def _located_just_now(self, keys: Sequence[ChunkKey]) -> list[list[HeldBy]]:
+        """Return the holders that `batched_contains` has just found of these keys, once; empty if
+        it has not.
+        """
+        located = self._located.pop(keys[0], None) if keys else None
+        if located is None:
+            return []
+        at, known, holders = located
+        is_fresh = asyncio.get_running_loop().time() - at < LOCATED_S
+        return holders[: len(keys)] if is_fresh and known[: len(keys)] == tuple(keys) else []
 
     async def _holders(self, keys: Sequence[ChunkKey]) -> list[list[HeldBy]]:
         """Return the peers that hold each chunk, of the longest prefix of which lookup knows any;
