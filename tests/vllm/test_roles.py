@@ -68,15 +68,16 @@ def test_roles_share_what_they_compute_from_pictures(world: World) -> None:
     """vLLM configures consumers otherwise: they may get embeddings instead of pictures."""
     sidecar = world.sidecar()
     ask = seen(1)
-    num_chunks = (len(ask.tokens) - 1 + PICTURE_TOKENS) // CHUNK_SIZE
+    num_tokens = len(ask.tokens) - 1 + PICTURE_TOKENS
     decode = world.owner.engine("decode")
     with running_engine(in_role("kv_producer", world.options(SEEING, **HASHER))) as prefill:
         stored = Growth(sidecar)
         prefill.ask(replace(ask, num_new=1))
-        stored.reaches(num_chunks)
+        stored.reaches(num_tokens // CHUNK_SIZE)
+        await_calm(sidecar)
         decode.open(in_role("kv_consumer", world.options(SEEING, **HASHER, **UNHURRIED)))
         answer = decode.ask(ask)
-    assert answer.num_cached == num_chunks * CHUNK_SIZE
+    assert answer.num_cached == num_tokens // BLOCK_SIZE * BLOCK_SIZE
     world.references.check([answer], [ask], SEEING, **HASHER)
 
 
