@@ -225,7 +225,7 @@ def aborts(two: Pods, number: int) -> None:
 
 
 def decode_rate(rounds: int) -> None:
-    """Tokens a second of an answer while prompts are computed: beside them, or in one engine."""
+    """Compare how fast an answer is decoded while prompts are computed, in one engine or in two."""
     rates = {}
     for name, roles in (("one mixed", ["kv_both"]), ("two", ["kv_producer", "kv_consumer"])):
         with tempfile.TemporaryDirectory() as directory, pods(Path(directory), roles) as some:

@@ -4,17 +4,14 @@ process. The engines compare all KV that a request reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from lmcache_demo.settings import quiet_environment
 
-from tests.fixtures.neighbourhood import Sidecar, start_sidecar
-from tests.fixtures.processes import Processes
+from tests.fixtures.neighbourhood import Sidecar
 from tests.fixtures.vllm_engine import FULL, STATE, Engine, Limits, Shape, local, running, window
 from tests.fixtures.vllm_engine.stores import FlakyStore
 from tests.fixtures.vllm_engine.worlds import prompt, with_sidecar
@@ -22,20 +19,6 @@ from tests.fixtures.vllm_engine.worlds import prompt, with_sidecar
 ROOT = Path(__file__).resolve().parents[3]
 CHUNK, BLOCK = 16, 4
 LENGTHS = (3, 4, 9, 15, 16, 17, 20, 31, 32, 33, 47, 48, 63)
-
-
-@pytest.fixture(scope="module")
-def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    directory = tmp_path_factory.mktemp("hand-over")
-    with Processes(directory, quiet_environment(PYTHONPATH=str(ROOT))) as owner:
-        yield start_sidecar(owner, directory)
-
-
-@pytest.fixture
-def own_model(model: Path, request: pytest.FixtureRequest) -> Path:
-    """A model whose KV no other test has stored."""
-    (model / "model.safetensors").write_text(request.node.nodeid)
-    return model
 
 
 class Pair:
@@ -66,11 +49,11 @@ def whole(num_tokens: int, size: int) -> int:
 
 @pytest.mark.parametrize("tokens_in_a_step", [6, 64])
 def test_the_engine_that_decodes_computes_less_than_a_block(
-    any_module: ModuleType, own_model: Path, sidecar: Sidecar, tokens_in_a_step: int
+    any_module: ModuleType, own_model: Path, shared: Sidecar, tokens_in_a_step: int
 ) -> None:
     with ExitStack() as exits:
         limits = Limits(tokens_in_a_step)
-        pair = Pair(exits, any_module, own_model, sidecar, limits=limits)
+        pair = Pair(exits, any_module, own_model, shared, limits=limits)
         found = {length: pair.found(prompt(length, length)) for length in LENGTHS}
     assert found == {length: whole(length, BLOCK) for length in LENGTHS}
 
@@ -81,31 +64,31 @@ def test_the_engine_that_decodes_computes_less_than_a_block(
     ids=["two groups", "two ranks", "window", "sections"],
 )
 def test_every_kind_of_attention_is_handed_over(
-    module: ModuleType, own_model: Path, sidecar: Sidecar, shape: Shape
+    module: ModuleType, own_model: Path, shared: Sidecar, shape: Shape
 ) -> None:
     size = BLOCK if all(group == FULL for group in shape.groups) else CHUNK
     with ExitStack() as exits:
-        pair = Pair(exits, module, own_model, sidecar, shape=shape)
+        pair = Pair(exits, module, own_model, shared, shape=shape)
         for length in LENGTHS:
             limit = length if size == BLOCK else length - 1
             assert pair.found(prompt(length, length)) == min(whole(length, size), limit), length
 
 
 def test_recurrent_state_is_handed_over_as_far_as_it_is_stored(
-    module: ModuleType, own_model: Path, sidecar: Sidecar
+    module: ModuleType, own_model: Path, shared: Sidecar
 ) -> None:
     with ExitStack() as exits:
         shape = Shape((FULL, STATE), block_size=8)
-        pair = Pair(exits, module, own_model, sidecar, shape=shape, chunk_size=8)
+        pair = Pair(exits, module, own_model, shared, shape=shape, chunk_size=8)
         assert pair.found(prompt(1, 47)) == 40
 
 
 def test_no_longer_or_other_prompt_finds_the_end_of_one(
-    module: ModuleType, own_model: Path, sidecar: Sidecar
+    module: ModuleType, own_model: Path, shared: Sidecar
 ) -> None:
     """It finds all whole chunks, and the last blocks only if they are its own last ones."""
     with ExitStack() as exits:
-        pair = Pair(exits, module, own_model, sidecar)
+        pair = Pair(exits, module, own_model, shared)
         pair.found(prompt(1, 44))
         for length in range(45, 70):
             request = pair.decode.ask(prompt(1, length))
@@ -117,12 +100,12 @@ def test_no_longer_or_other_prompt_finds_the_end_of_one(
 
 
 def test_an_engine_that_does_both_has_nothing_to_do_with_ends_of_prompts(
-    module: ModuleType, own_model: Path, sidecar: Sidecar
+    module: ModuleType, own_model: Path, shared: Sidecar
 ) -> None:
     with ExitStack() as exits:
-        pair = Pair(exits, module, own_model, sidecar)
+        pair = Pair(exits, module, own_model, shared)
         pair.prefill.ask(prompt(1, 44))
-        extra = with_sidecar(sidecar.socket, chunk_size=CHUNK)
+        extra = with_sidecar(shared.socket, chunk_size=CHUNK)
         engine = exits.enter_context(running(module, own_model, extra))
         assert engine.tally(engine.ask(prompt(1, 44))).num_external == 32
         engine.ask(prompt(2, 44))
@@ -130,17 +113,17 @@ def test_an_engine_that_does_both_has_nothing_to_do_with_ends_of_prompts(
 
 
 def test_a_sidecar_knows_what_its_engines_do(
-    module: ModuleType, own_model: Path, sidecar: Sidecar
+    module: ModuleType, own_model: Path, shared: Sidecar
 ) -> None:
     with ExitStack() as exits:
-        Pair(exits, module, own_model, sidecar)
-        roles = {client["role"] for client in sidecar.get("/v1/clients")["clients"]}
+        Pair(exits, module, own_model, shared)
+        roles = {client["role"] for client in shared.get("/v1/clients")["clients"]}
     assert roles == {"kv_producer", "kv_consumer"}
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_an_end_that_cannot_be_loaded_is_computed(
-    any_module: ModuleType, own_model: Path, sidecar: Sidecar, policy: str
+    any_module: ModuleType, own_model: Path, shared: Sidecar, policy: str
 ) -> None:
     """Stores that fail at random."""
 
@@ -148,6 +131,6 @@ def test_an_end_that_cannot_be_loaded_is_computed(
         return FlakyStore(store, seed=5, share=0.3)
 
     with ExitStack() as exits:
-        pair = Pair(exits, any_module, own_model, sidecar, policy=policy, wrap_store=wrap)
+        pair = Pair(exits, any_module, own_model, shared, policy=policy, wrap_store=wrap)
         for length in 4 * LENGTHS:
             pair.found(prompt(length, length))

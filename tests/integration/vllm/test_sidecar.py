@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,10 +10,8 @@ import pytest
 from lmcache_core.engine import ChunkStore
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.buffer import BytesBufferMemoryObj
-from lmcache_demo.settings import quiet_environment
 
-from tests.fixtures.neighbourhood import Sidecar, start_sidecar
-from tests.fixtures.processes import Processes
+from tests.fixtures.neighbourhood import Sidecar
 from tests.fixtures.vllm_engine import Engine, Limits, Shape, Status, running
 from tests.fixtures.vllm_engine.stores import WrappedStore
 from tests.fixtures.vllm_engine.worlds import prompt, with_sidecar
@@ -27,21 +24,6 @@ def check_nothing_held(sidecar: Sidecar) -> None:
         assert (client["num_pins"], client["num_reservations"]) == (0, 0), client
     figures = sidecar.get("/v1/tiers")["tiers"]["memory"]
     assert figures["arena_used_bytes"] == figures["used_bytes"]
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    """One for all tests that leave it alive; each has a model of its own there."""
-    directory = tmp_path_factory.mktemp("shared")
-    with Processes(directory, quiet_environment(PYTHONPATH=str(ROOT))) as owner:
-        yield start_sidecar(owner, directory)
-
-
-@pytest.fixture
-def own_model(model: Path, request: pytest.FixtureRequest) -> Path:
-    """A model whose KV no other test has stored."""
-    (model / "model.safetensors").write_text(request.node.nodeid)
-    return model
 
 
 def hits(engine: Engine, number: int) -> int:

@@ -93,7 +93,7 @@ STORAGE, PEERS = Tier("storage"), Tier("peers")
 def engines(
     name: str, *roles: str, tiers: tuple[Tier, ...] = (), model: str = "m"
 ) -> ServiceStatus:
-    """Return a sidecar with engines of these roles, and tiers besides its memory."""
+    """Return a sidecar whose engines have these roles, with these tiers besides its memory."""
     return state(Kind.SIDECAR, name, roles={model: list(roles)}, tiers=[Tier("memory"), *tiers])
 
 
