@@ -165,6 +165,31 @@ def test_ticket_is_given_back_before_it_is_asked_for_again(tmp_path: Path) -> No
         assert asked(sidecar) == ["HELLO", *["STAGE", "DONE"] * 2, "STAGE"]
 
 
+def test_ticket_is_given_back_to_a_late_sidecar_without_another_question(tmp_path: Path) -> None:
+    """The engine may be idle from now on: what the sidecar keeps for the ticket would stay held."""
+    with held(tmp_path) as (store, sidecar, go):
+        assert store.stage("t", CHAINS, wait_s=0.0, saving_s=MUCH_S) == UNKNOWN
+        wait_until(lambda: store.stage("t", CHAINS, wait_s=0.0, saving_s=0.0) is None)
+        store.unstage(["t"])
+        go.set()
+        wait_until(lambda: asked(sidecar) == ["HELLO", "STAGE", "DONE"])
+
+
+def test_ticket_that_cannot_be_given_back_at_once_is_given_back_later(tmp_path: Path) -> None:
+    """Too many answers are missing; the sidecar has been quick so far."""
+    with held(tmp_path) as (store, sidecar, go):
+        tickets = [f"t{number}" for number in range(MAX_UNANSWERED + 1)]
+        for ticket in tickets:
+            store.unstage([ticket])
+        go.set()
+
+        def are_given_back() -> bool:
+            done = [said for said in list(sidecar.requests) if isinstance(said, m.DoneWith)]
+            return [ticket for said in done for ticket in said.tickets] == tickets
+
+        wait_until(are_given_back)
+
+
 def test_unanswered_requests_are_bounded_and_nothing_waits_for_them(tmp_path: Path) -> None:
     with held(tmp_path) as (store, sidecar, go):
         tickets = {f"t{number}" for number in range(4 * MAX_UNANSWERED)}

@@ -26,13 +26,16 @@ from lmcache_core.wire.failures import LATE, reaching
 from lmcache_core.wire.frames import HEADER_BYTES, MAGIC, FrameHeader, parse_header
 from lmcache_core.wire.lanes import LaneNumbers, runs_of
 from lmcache_core.wire.messages import (
+    MAX_NAMES,
     ArenaInfo,
+    DoneWith,
     ErrorCode,
     ErrorMessage,
     Hello,
     HelloOk,
     Message,
     NameRun,
+    Ok,
     Ping,
     Pong,
     build_frame,
@@ -45,6 +48,8 @@ logger = logging.getLogger(__name__)
 A = TypeVar("A", bound=Message)
 MAX_UNANSWERED = 256
 """Requests on one connection whose answers have not been read."""
+MAX_UNSAID = 4 * MAX_NAMES
+"""Released tickets to report when the sidecar reads again; it forgets the others by itself."""
 SEND_TIMEOUT_S = 0.002
 """Send timeout of a request that is not waited for: other threads are reading answers, and a
 message may exceed the socket's buffer.
@@ -155,6 +160,7 @@ class SidecarConnection:
         self._generation_lock: FileLock | None = None
         self._mapping: ArenaMapping | None = None
         self._population: BackgroundPopulation | None = None
+        self._unsaid: list[str] = []
         self._took_s = 0.0
         self._rests_until = 0.0
         self._prober: threading.Thread | None = None
@@ -359,6 +365,30 @@ class SidecarConnection:
         finally:
             self.release(1)
 
+    def unstage(self, tickets: Sequence[str]) -> None:
+        """Report released tickets: now, or as soon as the sidecar is quick again. Does not wait for
+        it.
+        """
+        self._unsaid += tickets[: MAX_UNSAID - len(self._unsaid)]
+        if self.is_quick:
+            self.say_unstaged()
+
+    def say_unstaged(self) -> bool:
+        """Report released tickets without waiting for an answer; return whether all have been
+        reported.
+        """
+        if not self._unsaid:
+            return True
+        try:
+            with self._turn_within(SEND_TIMEOUT_S):
+                while said := tuple(self._unsaid[:MAX_NAMES]):
+                    self._send(DoneWith((), said), Ok, SEND_TIMEOUT_S)
+                    del self._unsaid[: len(said)]  # only here; other threads append
+        except (UnavailableError, ProtocolError):
+            self.took(max(self._took_s, 2 * QUICK_S))
+            return False
+        return True
+
     @property
     def is_quick(self) -> bool:
         """Return whether an immediate answer can be expected."""
@@ -431,11 +461,12 @@ class SidecarConnection:
                 if took_s <= QUICK_S and time.monotonic() >= self._rests_until:
                     self._took_s = 0.0
                     self._prober = None
-                    return
+                    break
             wait_s = PROBE_S
             if QUICK_S < took_s < math.inf:
                 self._took_s = took_s
                 wait_s -= took_s
+        self.say_unstaged()
 
     @property
     def _unanswered_s(self) -> float:

@@ -49,8 +49,6 @@ step waits for it.
 """
 CHUNK_S = 0.001
 """Extra time for each chunk of a question to a busy sidecar; that much is not late."""
-MAX_UNSAID = 4 * m.MAX_NAMES
-"""Released tickets to report when the sidecar reads again; it forgets the others by itself."""
 UNANSWERED = Staged(False, ())
 NO_ANSWER = (UnavailableError, ProtocolError)
 """If the connection is lost, it has reported that itself."""
@@ -120,7 +118,6 @@ class SidecarChunkStore(ChunkStore):
         self._step_s = timeout_s / STEP_SHARE
         self._deadline_ms = _milliseconds(timeout_s)
         self._asked: dict[str, _Asked] = {}
-        self._unsaid: list[str] = []
 
     @override
     def open(self, on_salt: Callable[[str], None]) -> None:
@@ -238,7 +235,7 @@ class SidecarChunkStore(ChunkStore):
         if request is None:
             return None
         if wait_s is None:
-            if not self._say_unstaged(connection):
+            if not connection.say_unstaged():
                 return None
             answer = _ask(connection, request, m.Promise, self._step_s, self._step_s)
         else:
@@ -260,17 +257,11 @@ class SidecarChunkStore(ChunkStore):
 
     @override
     def unstage(self, tickets: Sequence[str]) -> None:
-        # What cannot be reported now is reported later, or the sidecar finds out by itself.
         for ticket in tickets:
             self._asked.pop(ticket, None)
         connection = self._link.connection
-        if connection is None:
-            self._unsaid.clear()  # tickets belong to a connection
-            return
-        self._unsaid += map(_fitted_ticket, tickets)
-        del self._unsaid[:-MAX_UNSAID]
-        if connection.is_quick:
-            self._say_unstaged(connection)
+        if connection is not None:  # tickets belong to a connection
+            connection.unstage([*map(_fitted_ticket, tickets)])
 
     @override
     def reserve(
@@ -374,17 +365,6 @@ class SidecarChunkStore(ChunkStore):
         answer = None if connection is None else _ask(connection, m.Stats(), m.StatsOk)
         return {} if answer is None else {tier_name(name): n for name, n in answer.stats.items()}
 
-    def _say_unstaged(self, connection: SidecarConnection) -> bool:
-        """Report released tickets without waiting for an answer; return whether all have been
-        reported.
-        """
-        while self._unsaid:
-            released = m.DoneWith((), tuple(self._unsaid[: m.MAX_NAMES]))
-            if _send(connection, released, m.Ok) is None:
-                return False
-            del self._unsaid[: m.MAX_NAMES]
-        return True
-
     def _stage_request(
         self,
         connection: SidecarConnection,
@@ -428,7 +408,7 @@ class SidecarChunkStore(ChunkStore):
             return known
         self._asked.pop(ticket, None)
         # A released ticket may be asked for again: the sidecar must receive both in that order.
-        may_ask = connection.is_worth(saving_s) and self._say_unstaged(connection)
+        may_ask = connection.is_worth(saving_s) and connection.say_unstaged()
         question = _send(connection, request, m.Promise) if may_ask else None
         if question is None:
             return None
