@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.fixtures.ports import free_port
@@ -39,14 +39,30 @@ FAULT_S = 0.5
 NUM_ABORTED = 500
 
 
+class Prompts:
+    """Asks of which none begins as another one does."""
+
+    def __init__(self) -> None:
+        self._number = 1000
+
+    def __call__(self, length: int = LENGTH, num_new: int = NUM_NEW) -> Ask:
+        self._number += 1
+        return Ask(prompt(self._number, length), num_new)
+
+
 @dataclass
 class Pods:
-    """All processes."""
+    """All processes.
+
+    Attributes:
+        asks: Makes what to ask.
+    """
 
     owner: Owner
     services: dict[str, Service]
     servers: dict[str, Server]
     proxies: dict[str, Server]
+    asks: Prompts = field(default_factory=Prompts)
 
     def group(self, name: str) -> int:
         """The process group of a server."""
@@ -97,17 +113,6 @@ def pods(directory: Path, roles: Sequence[str] = ("kv_producer", "kv_consumer"))
         yield Pods(owner, {one.name: one for one in owner.services}, servers, proxies)
 
 
-class Prompts:
-    """Asks of which none begins as another one does."""
-
-    def __init__(self) -> None:
-        self._number = 1000
-
-    def __call__(self, length: int = LENGTH, num_new: int = NUM_NEW) -> Ask:
-        self._number += 1
-        return Ask(prompt(self._number, length), num_new)
-
-
 def median(measure: Callable[[], float], rounds: int) -> float:
     """The median of some measurements."""
     return statistics.median(measure() for _ in range(rounds))
@@ -120,7 +125,7 @@ def row(what: str, goal: str, now: str) -> None:
 
 def first_tokens(two: Pods, rounds: int) -> None:
     """How soon the first token comes at the decode engine."""
-    asks, prefill, decode = Prompts(), two.servers["prefill"], two.servers["decode"]
+    asks, prefill, decode = two.asks, two.servers["prefill"], two.servers["decode"]
 
     def computed() -> float:
         unread = {"lmcache.skip_lookup": True}
@@ -167,7 +172,7 @@ def through(proxy: Server, prefill: Server, ask: Ask) -> float:
 
 def faults(two: Pods, rounds: int) -> None:
     """The first token while something is away; each fault stays until the next one."""
-    asks, prefill, decode = Prompts(), two.servers["prefill"], two.servers["decode"]
+    asks, prefill, decode = two.asks, two.servers["prefill"], two.servers["decode"]
     services = two.services
     actions: dict[str, Callable[[], object]] = {
         "lookup killed": services["lookup"].kill,
@@ -190,7 +195,7 @@ def faults(two: Pods, rounds: int) -> None:
 
 def aborts(two: Pods, number: int) -> None:
     """Clients that give up at any moment, at either engine."""
-    dice, asks = random.Random(3), Prompts()
+    dice, asks = random.Random(3), two.asks
     num_aborted = 0
     lock = threading.Lock()
     shared = [asks(dice.randrange(200, 2000)) for _ in range(20)]
@@ -229,7 +234,7 @@ def decode_rate(rounds: int) -> None:
     rates = {}
     for name, roles in (("one mixed", ["kv_both"]), ("two", ["kv_producer", "kv_consumer"])):
         with tempfile.TemporaryDirectory() as directory, pods(Path(directory), roles) as some:
-            asks, engines = Prompts(), list(some.servers.values())
+            asks, engines = some.asks, list(some.servers.values())
             is_over = threading.Event()
 
             def compute(engine: Server = engines[0], asks: Prompts = asks) -> None:
