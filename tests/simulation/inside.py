@@ -23,11 +23,6 @@ def pinned_chunks(node: Any) -> Mapping[Any, Any]:
     return pins
 
 
-def tickets_of(session: Any) -> Sequence[Any]:
-    """Return the tickets of a client of a sidecar."""
-    return list(session.staging._tickets.values())
-
-
 def store_of(disk: Any) -> Any:
     """Return the files of a disk tier."""
     return disk._store

@@ -24,7 +24,6 @@ CLOCK_READ_S = 1e-7
 """Virtual time that reading a clock takes, so that a loop without sleep reaches its deadline."""
 EPOCH_S = 1_800_000_000.0
 """Wall-clock time at which each simulation begins."""
-FIRST_PID = 1000
 MAX_DESCRIPTORS = 1024
 """Open descriptors that a process may have."""
 MAX_THREADS = 1024
@@ -183,13 +182,9 @@ class Kernel:
         """Return the names of the threads of a process that have not ended."""
         return sorted(thread.name for thread in self._threads if thread.process is process)
 
-    def process(self, pid: int) -> Process:
-        """Return the process with this pid; it may have ended."""
-        return self.processes[pid - FIRST_PID]
-
     def start_process(self, name: str, machine: Machine, main: Callable[[], int | None]) -> Process:
         """Start a process. Its exit code is the result of `main`."""
-        process = Process(self, name, machine, FIRST_PID + len(self.processes))
+        process = Process(self, name, machine, 1000 + len(self.processes))
         self.processes.append(process)
         self.record(f"start {name} pid={process.pid}")
 

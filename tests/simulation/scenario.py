@@ -55,8 +55,6 @@ CLOCK_BACK_S = 3600.0
 CLEARED_S = 5.0
 LATE_CALL_S = 30.0
 """A call whose caller has given up may be carried out this much later."""
-TICKET_S = 30.0
-"""Longest time for which an engine may leave a ticket that it asks nothing about."""
 SWEPT_STEPS = 60
 """A lookup looks at all buckets of a few tenants twice in this many sweeps."""
 NUM_VLLM = (1, 3, 4)
@@ -145,7 +143,6 @@ class Scenario:
         )
         self._call = self.operator.call
         self._seen_ids: set[tuple[str, str]] = set()
-        self._staged: dict[tuple[float, ...], float] = {}
         self._leaked: dict[str, set[tuple[int, float, str]]] = {name: set() for name in SIDECARS}
         self._unserved: dict[str, set[tuple[object, ...]]] = {}
         self._pins: dict[str, tuple[tuple[int, float], dict[Any, float]]] = {}
@@ -289,7 +286,6 @@ class Scenario:
             self._check_alive()
             self._check_sizes()
             self._check_lent()
-            self._check_tickets()
             self._check_pins()
             self._check_pinned_memory()
             self._check_intact()
@@ -362,25 +358,6 @@ class Scenario:
             for *_, what in sorted(leaked & self._leaked[name]):
                 self._complain(f"{name} has {lent[what]} bytes {what} for no client")
             self._leaked[name] = leaked
-
-    def _check_tickets(self) -> None:
-        """Check that engines give back what was staged for requests that they no longer serve, also
-        while they are idle. A request that is served is asked about, and loaded within seconds.
-        """
-        staged = {}
-        for name in SIDECARS:
-            process, server = self.cluster.processes[name], self._world.socket_servers.get(name)
-            for session in () if process.is_dead or server is None else server.sessions:
-                if session.engine is None:
-                    continue
-                client = self._kernel.process(session.engine.pid)
-                lives = process.pid, process.paused_s, client.pid, client.paused_s
-                for ticket in inside.tickets_of(session):
-                    what = *lives, ticket.last_asked_at
-                    staged[what] = since_s = self._staged.get(what, self._kernel.now)
-                    if self._kernel.now - since_s > TICKET_S and not client.is_paused:
-                        self._complain(f"{client.name} has given back nothing for {TICKET_S:g} s")
-        self._staged = staged
 
     def _check_pins(self) -> None:
         """Check that pinned chunks are in memory and stay there, and that they take no more of it
