@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from lmcache_core.integrations.vllm import file_digests
-from lmcache_core.integrations.vllm import weights as module
+from lmcache_core.integrations.common import file_digests
+from lmcache_core.integrations.vllm import adapters as module
+from lmcache_core.integrations.vllm.adapters import Adapters
 from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.requests import RequestNamer, RequestState
-from lmcache_core.integrations.vllm.weights import Adapters
 
 from tests.fixtures.vllm_engine import Adapter, Request
 from tests.fixtures.vllm_engine.parts import (

@@ -15,9 +15,8 @@ import pytest
 import torch
 from lmcache_core.integrations.vllm.kv_settings import (
     CLASSES_WITHOUT_KV,
-    FIELDS_WITHOUT_KV,
     VARIABLES_WITHOUT_KV,
-    fingerprint_of,
+    VLLM_SETTINGS,
     set_variables,
 )
 
@@ -154,7 +153,7 @@ def unreviewed(found: Declared) -> list[str]:
         for owner, names in part.items()
         if owner not in CLASSES_WITHOUT_KV
         for name in names
-        if name not in FIELDS_WITHOUT_KV.get(owner, ())
+        if name not in VLLM_SETTINGS.fields.get(owner, ())
         and name not in COUNTED.get(owner, "").split()
     ]
     known = {*COUNTED_VARIABLES.split(), *_LISTED_VARIABLES}
@@ -177,7 +176,7 @@ def test_the_lists_name_only_what_some_release_declares() -> None:
         for owner, names in found.fields.items():
             declared.setdefault(owner, set()).update(names)
     assert set(CLASSES_WITHOUT_KV) <= set(declared)
-    for owner, listed in FIELDS_WITHOUT_KV.items():
+    for owner, listed in VLLM_SETTINGS.fields.items():
         assert listed <= declared[owner], owner
         assert not listed & set(COUNTED.get(owner, "").split()), owner
     variables = {name for found in releases for name in found.variables}
@@ -186,21 +185,22 @@ def test_the_lists_name_only_what_some_release_declares() -> None:
     assert not set(_LISTED_VARIABLES) & set(COUNTED_VARIABLES.split())
 
 
-@pytest.mark.parametrize("owner", sorted({*FIELDS_WITHOUT_KV, *COUNTED}))
+@pytest.mark.parametrize("owner", sorted({*VLLM_SETTINGS.fields, *COUNTED}))
 def test_listed_fields_change_no_name_and_all_others_do(owner: str) -> None:
     def name(field: str, value: int) -> str:
-        return fingerprint_of(settings(owner, **{field: value}), owner)
+        return VLLM_SETTINGS.fingerprint(settings(owner, **{field: value}), owner)
 
     for field in COUNTED.get(owner, "").split():
         assert name(field, 1) != name(field, 2), field
-    for field in FIELDS_WITHOUT_KV.get(owner, ()):
+    for field in VLLM_SETTINGS.fields.get(owner, ()):
         assert name(field, 1) == name(field, 2), field
 
 
 @pytest.mark.parametrize("owner", sorted(CLASSES_WITHOUT_KV))
 def test_a_listed_class_counts_as_not_set(owner: str) -> None:
     given = settings("VllmConfig", some=settings(owner, field=1))
-    assert fingerprint_of(given, "") == fingerprint_of(settings("VllmConfig", some=None), "")
+    unset = settings("VllmConfig", some=None)
+    assert VLLM_SETTINGS.fingerprint(given, "") == VLLM_SETTINGS.fingerprint(unset, "")
 
 
 class Kind(enum.Enum):
@@ -235,15 +235,15 @@ VALUES: list[Any] = [
 def test_other_values_have_other_names() -> None:
     names: dict[str, Any] = {}
     for value in VALUES:
-        name = fingerprint_of({"given": value}, "")
-        assert name == fingerprint_of({"given": value}, "")
+        name = VLLM_SETTINGS.fingerprint({"given": value}, "")
+        assert name == VLLM_SETTINGS.fingerprint({"given": value}, "")
         assert name not in names, f"{value!r} is named like {names[name]!r}"
         names[name] = value
 
 
 def test_where_a_models_configuration_comes_from_does_not_count() -> None:
     def of(**options: Any) -> str:
-        return fingerprint_of(SimpleNamespace(to_dict=lambda: options), "hf_config")
+        return VLLM_SETTINGS.fingerprint(SimpleNamespace(to_dict=lambda: options), "hf_config")
 
     base = {"rope_theta": 1e4, "text_config": {"layers": 2, "_name_or_path": "a"}}
     same = {

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lmcache_core.integrations.vllm import weights
-from lmcache_core.integrations.vllm.file_digests import file_digests
+from lmcache_core.integrations.common import weights
+from lmcache_core.integrations.common.file_digests import file_digests
 from lmcache_core.integrations.vllm.groups import cache_groups
 from lmcache_core.integrations.vllm.identity import identity_of
-from lmcache_core.integrations.vllm.kv_settings import FIELDS_WITHOUT_KV
+from lmcache_core.integrations.vllm.kv_settings import VLLM_SETTINGS
 from lmcache_core.integrations.vllm.options import read_options
 from lmcache_core.integrations.vllm.requests import RequestNamer
 
@@ -163,7 +163,7 @@ KEPT = {
 def _set_what_must_not_matter(config: Any, dice: random.Random) -> None:
     for part in vars(config).values():
         owner = type(part).__name__
-        listed = sorted(FIELDS_WITHOUT_KV.get(owner, frozenset()) - KEPT.get(owner, frozenset()))
+        listed = sorted(VLLM_SETTINGS.fields.get(owner, frozenset()) - KEPT.get(owner, frozenset()))
         for name in dice.sample(listed, min(3, len(listed))):
             setattr(part, name, dice.choice([1, "x", [2], {"a": 3}]))
 

@@ -13,7 +13,7 @@ How to use it: `docs/vllm.md`.
 | `store_threads.py` | when stores run, and when their blocks may be overwritten |
 | `identity.py`, `groups.py` | what the KV is |
 | `kv_settings.py` | which settings make it other KV |
-| `weights.py`, `file_digests.py` | which weights made it |
+| `adapters.py` | which LoRA adapter made it |
 | `tier.py` | the sidecar behind vLLM's own offloading |
 | `options.py`, `stores.py` | configuration, and the chunk store that it names |
 | `stats.py` | figures, and where hits came from |

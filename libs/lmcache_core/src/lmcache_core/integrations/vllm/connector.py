@@ -27,6 +27,7 @@ from lmcache_core._typing import override
 from lmcache_core.engine.guard import DegradingGuard
 from lmcache_core.engine.stores import SidecarClient
 from lmcache_core.errors import ConfigError, LayoutError
+from lmcache_core.integrations.common.options import PREFIX
 from lmcache_core.integrations.vllm.groups import (
     cache_groups,
     check_chunk_size,
@@ -38,7 +39,7 @@ from lmcache_core.integrations.vllm.identity import identity_of
 from lmcache_core.integrations.vllm.kv_settings import set_variables
 from lmcache_core.integrations.vllm.logs import log_as_vllm
 from lmcache_core.integrations.vllm.memory import attention_backends, create_scales
-from lmcache_core.integrations.vllm.options import PREFIX, read_options
+from lmcache_core.integrations.vllm.options import read_options
 from lmcache_core.integrations.vllm.plan import StepPlan, Store, WorkerReport
 from lmcache_core.integrations.vllm.requests import RequestNamer, Role
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide

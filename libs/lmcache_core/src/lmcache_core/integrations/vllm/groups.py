@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache_core.errors import LayoutError
-from lmcache_core.integrations.vllm.kv_settings import fingerprint_of
+from lmcache_core.integrations.vllm.kv_settings import VLLM_SETTINGS
 from lmcache_core.integrations.vllm.options import TOKENS
 
 NULL_BLOCK = 0
@@ -230,4 +230,4 @@ def fails_by_block(groups: Sequence[CacheGroup]) -> bool:
 def described(spec: Any) -> str:
     """Return text that differs if the KV of a layer means something else."""
     size = getattr(spec, "page_size_bytes", None)
-    return f"{type(spec).__name__}({size},{fingerprint_of(spec, 'kv_cache_spec')})"
+    return f"{type(spec).__name__}({size},{VLLM_SETTINGS.fingerprint(spec, 'kv_cache_spec')})"

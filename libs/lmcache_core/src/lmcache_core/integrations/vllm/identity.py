@@ -14,10 +14,10 @@ import torch
 
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.errors import LayoutError
+from lmcache_core.integrations.common.weights import model_fingerprint
 from lmcache_core.integrations.vllm.groups import CacheGroup
-from lmcache_core.integrations.vllm.kv_settings import fingerprint_of, settings_fingerprint
+from lmcache_core.integrations.vllm.kv_settings import VLLM_SETTINGS, settings_fingerprint
 from lmcache_core.integrations.vllm.options import BLOCKS, ConnectorOptions
-from lmcache_core.integrations.vllm.weights import model_fingerprint
 
 FMT = "vllm"
 
@@ -122,7 +122,7 @@ def identity_of(
         num_ranks,
         int(replicas),
         contents_fingerprint(vllm_config),
-        fingerprint_of(getattr(vllm_config, "lora_config", None), "lora_config"),
+        VLLM_SETTINGS.fingerprint(getattr(vllm_config, "lora_config", None), "lora_config"),
     )
 
 
@@ -182,7 +182,7 @@ def contents_fingerprint(vllm_config: Any) -> str | None:
         and not vllm_config.cache_config.enable_prefix_caching
     ):
         return None
-    facts = fingerprint_of(options, "multimodal_config")
+    facts = VLLM_SETTINGS.fingerprint(options, "multimodal_config")
     digest = hashlib.sha256(facts.encode())
     scales = getattr(options, "mm_encoder_fp8_scale_path", None)
     files = [*sorted(Path(model.model).glob(_CONTENT_FILES)), *([Path(scales)] if scales else [])]
@@ -241,7 +241,7 @@ def _draft_text(draft: Any, load: Any) -> str:
     # weights that cannot be read.
     if weights is None:
         weights = f"{getattr(draft, 'model', '')}@{getattr(draft, 'revision', '')}"
-    return f"{weights}:{fingerprint_of(draft, 'speculative_config')}"
+    return f"{weights}:{VLLM_SETTINGS.fingerprint(draft, 'speculative_config')}"
 
 
 def _layout_text(

@@ -8,19 +8,11 @@ vLLM.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import hashlib
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
-from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-import torch
-
-from lmcache_core.errors import LayoutError
+from lmcache_core.integrations.common.settings import ReviewedSettings, digest_of
 
 CLASSES_WITHOUT_KV: Final = {
     "AudioDummyOptions": "sizes of examples by which memory is measured",
@@ -321,11 +313,7 @@ VARIABLES_WITHOUT_KV: Final[Mapping[str, str]] = {
 }
 """Environment variables of vLLM that cannot change the KV, by reason."""
 
-FIELDS_WITHOUT_KV: Final[Mapping[str, frozenset[str]]] = {
-    name: frozenset(" ".join(fields.values()).split())
-    for name, fields in _FIELDS_WITHOUT_KV.items()
-}
-"""Fields of vLLM's other classes of settings that cannot change the KV."""
+VLLM_SETTINGS: Final = ReviewedSettings(CLASSES_WITHOUT_KV, _FIELDS_WITHOUT_KV)
 _VARIABLES: Final = frozenset(" ".join(VARIABLES_WITHOUT_KV.values()).split())
 
 SAME_AT_ANY_LENGTH: Final = frozenset(
@@ -355,14 +343,6 @@ STATIC_ROPES: Final = frozenset(
 )
 """Kinds of rotary embedding that rotate a position equally whatever the longest prompt is."""
 
-MAX_DEPTH: Final = 32
-_NOT_OF_THE_KV: Final = frozenset(
-    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-)
-"""Parts of a `transformers` configuration that name where it comes from, or are counted with the
-model.
-"""
-
 
 def set_variables(known: Iterable[str]) -> dict[str, str]:
     """Return those of the environment variables that vLLM knows that are set."""
@@ -381,20 +361,11 @@ def settings_fingerprint(vllm_config: Any, variables: Mapping[str, str]) -> str:
         LayoutError: A setting has a value that no text can name.
     """
     facts = {
-        "settings": named_value(vllm_config, "vllm_config"),
+        "settings": VLLM_SETTINGS.named(vllm_config, "vllm_config"),
         "length": length_facts(vllm_config.model_config),
         "variables": {n: value for n, value in variables.items() if n not in _VARIABLES},
     }
-    return _digest(facts)
-
-
-def fingerprint_of(settings: Any, name: str) -> str:
-    """Return text that differs if one of these settings does that may change the KV.
-
-    Raises:
-        LayoutError: A setting has a value that no text can name.
-    """
-    return _digest(named_value(settings, name))
+    return digest_of(facts)
 
 
 def length_facts(model_config: Any) -> Any:
@@ -408,8 +379,10 @@ def length_facts(model_config: Any) -> Any:
     read = getattr(model_config, "try_get_generation_config", dict)
     return [
         getattr(model_config, "max_model_len", None),
-        named_value(getattr(model_config, "override_generation_config", None), "generation"),
-        named_value(read(), "generation_config"),
+        VLLM_SETTINGS.named(
+            getattr(model_config, "override_generation_config", None), "generation"
+        ),
+        VLLM_SETTINGS.named(read(), "generation_config"),
     ]
 
 
@@ -433,71 +406,3 @@ def _rope_kinds(options: Any) -> set[str]:
     if isinstance(options, list | tuple):
         return set().union(*map(_rope_kinds, options))
     return set()
-
-
-def named_value(value: Any, path: str, depth: int = 0) -> Any:
-    """Return JSON-compatible data that differs for another value; of settings, without those that
-    cannot change the KV.
-
-    Raises:
-        LayoutError: No text can name the value.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if depth > MAX_DEPTH:
-        raise LayoutError(f"{path}: nested more than {MAX_DEPTH} times, so it cannot be named")
-    kind = type(value).__name__
-    if kind in CLASSES_WITHOUT_KV:
-        return None
-    if isinstance(value, enum.Enum):
-        return _tagged(kind, value.name)
-    if isinstance(value, torch.dtype | torch.device | Path):
-        return _tagged(kind, str(value))
-    if isinstance(value, bytes):
-        return _tagged(kind, value.hex())
-    if isinstance(value, Mapping):
-        items = {repr(k): named_value(one, f"{path}.{k}", depth + 1) for k, one in value.items()}
-        return _tagged("Mapping", items)
-    if isinstance(value, Sequence):
-        return [named_value(one, f"{path}[{i}]", depth + 1) for i, one in enumerate(value)]
-    if isinstance(value, Set):
-        parts = [json.dumps(named_value(one, path, depth + 1), sort_keys=True) for one in value]
-        return _tagged("Set", sorted(parts))
-    if isinstance(value, type | FunctionType) and "<" not in value.__qualname__:
-        return _tagged("code", f"{value.__module__}.{value.__qualname__}")
-    if hasattr(value, "to_dict"):  # a configuration of transformers
-        return named_value(_without_names(value.to_dict()), path, depth)
-    is_data = dataclasses.is_dataclass(value)
-    if is_data or isinstance(value, SimpleNamespace):
-        known: Any = value
-        names = [one.name for one in dataclasses.fields(known)] if is_data else sorted(vars(known))
-        listed = FIELDS_WITHOUT_KV.get(kind, frozenset())
-        fields = {
-            name: named_value(getattr(value, name, None), f"{path}.{name}", depth + 1)
-            for name in names
-            if name not in listed
-        }
-        # A field that another release lacks counts as one that is not set.
-        return _tagged(kind, {name: one for name, one in fields.items() if one is not None})
-    try:
-        # What a copy of the object would be made of: its class and its whole state.
-        parts = value.__reduce_ex__(2)
-    except TypeError as exc:
-        raise LayoutError(f"{path}={value!r}: a value of type {kind} cannot be named") from exc
-    return _tagged(kind, named_value(parts, path, depth + 1))
-
-
-def _tagged(kind: str, value: Any) -> dict[str, Any]:
-    return {"": kind, "=": value}
-
-
-def _without_names(options: Any) -> Any:
-    if isinstance(options, Mapping):
-        kept = {str(name): one for name, one in options.items() if name not in _NOT_OF_THE_KV}
-        return {name: _without_names(one) for name, one in kept.items()}
-    return options
-
-
-def _digest(facts: Any) -> str:
-    text = json.dumps(facts, sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from lmcache_core.integrations.common.options import PREFIX
+from lmcache_core.integrations.vllm.adapters import Adapters
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
 from lmcache_core.integrations.vllm.identity import KVIdentity
-from lmcache_core.integrations.vllm.options import PREFIX
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load
-from lmcache_core.integrations.vllm.weights import Adapters
 from lmcache_core.keys import CHUNK_HASH_BYTES
 from lmcache_core.telemetry import IGNORED_WISHES_TOTAL, Counters
 from lmcache_core.token_database import MultimodalSpan

@@ -41,7 +41,7 @@ from lmcache_core.integrations.vllm.identity import (
     revision_text,
     shared_name,
 )
-from lmcache_core.integrations.vllm.kv_settings import fingerprint_of, set_variables
+from lmcache_core.integrations.vllm.kv_settings import VLLM_SETTINGS, set_variables
 from lmcache_core.integrations.vllm.memory import create_scales
 from lmcache_core.integrations.vllm.options import read_options
 from lmcache_core.integrations.vllm.tier_events import TierEvents
@@ -540,7 +540,7 @@ def _identity_of(vllm_config: Any, kv_cache_config: Any, weights: str | None) ->
         raise LayoutError("vLLM numbers images and other content instead of hashing them")
     facts = {
         "weights": revision_text(vllm_config, weights, set_variables(envs.environment_variables)),
-        "adapters": fingerprint_of(adapters, "lora_config"),
+        "adapters": VLLM_SETTINGS.fingerprint(adapters, "lora_config"),
         "hash": cache.prefix_caching_hash_algo,
         "kv": cache.cache_dtype,
         "contents": contents,

@@ -1,119 +1,32 @@
-"""Identifies the weights that made the KV: fingerprints of the model's files, and names of LoRA
-adapters. Imports nothing of vLLM.
-"""
+"""Names LoRA adapters. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import logging
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from lmcache_core.errors import LayoutError
-from lmcache_core.integrations.vllm.file_digests import file_digests
+from lmcache_core.integrations.common.weights import (
+    adapter_fingerprint,
+    downloaded_folder,
+    files_of,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_ADAPTERS = 1024
-WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-"""A folder without such a file has no weights."""
-FILES_WITHOUT_KV = (
-    *(".*", "*.md", "*.part", "*.tmp", "LICENSE*", "NOTICE*", "USE_POLICY*", "README*"),
-    *("added_tokens.json", "chat_template*", "merges.txt", "special_tokens_map.json"),
-    *("tekken.json", "tokenizer*", "vocab*"),
-)
-"""Files of a model's or adapter's folder that name no KV: texts, tokenizers. All others count:
-weights, their index, code, quantisation, processors.
-"""
-COUNTED_AS_CONFIGURATION = ("config.json",)
-"""vLLM's configuration holds its content, with the user's changes."""
 FileVersions = tuple[tuple[str, int, int], ...]
 """Name, size and modification time of each file."""
-_COMMIT = re.compile("[0-9a-f]{40}")
-
-
-def model_fingerprint(
-    model: str, revision: str | None, hf_config: Any, download_dir: str | None = None
-) -> str | None:
-    """Return text that differs for other weights, independent of their path; None if the weights
-    cannot be identified.
-
-    Every byte of its files is read (`file_digests`), except `FILES_WITHOUT_KV`.
-
-    Args:
-        model: Folder of the model, or its only file, or its name on a hub.
-        hf_config: Its `transformers` configuration; None if it does not come from the same place as
-            the weights.
-        download_dir: vLLM's download directory; None: the hub library's.
-
-    Raises:
-        LayoutError: The files change while they are being read, or cannot be read.
-    """
-    path = Path(model)
-    if path.exists():
-        try:
-            files = [path] if path.is_file() else _files(path, COUNTED_AS_CONFIGURATION)
-            has_weights = path.is_file() or any(file.suffix in WEIGHT_SUFFIXES for file in files)
-            return "files-" + _files_fingerprint(files) if has_weights else None
-        except OSError as exc:
-            raise LayoutError(f"the weights in {model} cannot be read: {exc}") from exc
-    # A branch or a tag may point to other weights tomorrow: only a commit identifies them.
-    commit = getattr(hf_config, "_commit_hash", None)
-    if commit is None:
-        folder = downloaded_folder(model, revision, download_dir)
-        commit = (revision or "") if folder is None else folder.name
-    return f"hub-{model}@{commit}" if _COMMIT.fullmatch(commit) else None
-
-
-def downloaded_folder(
-    name: str, revision: str | None = None, download_dir: str | None = None
-) -> Path | None:
-    """Return the folder that a hub's repository was downloaded to; None if it was not, or the name
-    is invalid.
-    """
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-        options = {"revision": revision, "cache_dir": download_dir, "local_files_only": True}
-        return Path(hub.snapshot_download(repo_id=name, **options))
-    except (ImportError, OSError, ValueError):
-        return None
-
-
-def adapter_fingerprint(folder: Path) -> str:
-    """Return text that differs for other LoRA weights, computed from the whole content of the
-    adapter's files.
-    """
-    # Called by the scheduler's thread: reading an adapter twice is better than a waiting engine.
-    return "files-" + _files_fingerprint(_files(folder), lock_wait_s=0.0)
 
 
 def adapter_version(folder: Path) -> FileVersions:
     """Return a value that changes when an adapter's files may have changed; cheap enough for every
     request.
     """
-    stats = [(file.name, file.stat()) for file in _files(folder)]
+    stats = [(file.name, file.stat()) for file in files_of(folder)]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-
-
-def _files_fingerprint(files: Sequence[Path], lock_wait_s: float | None = None) -> str:
-    digest = hashlib.sha256()
-    for file, content in zip(files, file_digests(files, lock_wait_s), strict=True):
-        digest.update(f"{file.name}\0{content}\0".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()[:32]
-
-
-def _files(folder: Path, left_out: tuple[str, ...] = ()) -> list[Path]:
-    patterns = FILES_WITHOUT_KV + left_out
-    return sorted(
-        file
-        for file in folder.iterdir()
-        if not any(fnmatch(file.name, pattern) for pattern in patterns) and file.is_file()
-    )
 
 
 _AdapterKey = tuple[int, str, str]

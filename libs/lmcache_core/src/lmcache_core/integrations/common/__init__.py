@@ -1,0 +1,1 @@
+"""What adapters to several serving engines need. Imports no engine."""
