@@ -95,6 +95,25 @@ class BegunStore:
     digests: dict[int, bytes] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
+class BegunLoad:
+    """Chunks that are held, to be copied into the serving engine.
+
+    Attributes:
+        named: The chunks that were asked for, in order.
+        chunks: What the store has returned: a prefix of them.
+        num_fitting: How many of these, from the first, are what the serving engine takes.
+        reason: Why the next one is not.
+        is_promised: As for `begin_load`.
+    """
+
+    named: Sequence[NamedChunk]
+    chunks: Sequence[Chunk]
+    num_fitting: int
+    reason: MissReason | None
+    is_promised: bool
+
+
 class KVTransfer:
     """Fills chunks from the serving engine and the serving engine from chunks.
 
@@ -227,18 +246,46 @@ class KVTransfer:
         Returns:
             How many, from the first, are loaded now.
         """
+        return self.finish_load(self.begin_load(named, recompute_s), kwargs, wanted)
+
+    def begin_load(
+        self,
+        named: Sequence[NamedChunk],
+        recompute_s: float | None,
+        is_promised: bool = False,
+    ) -> BegunLoad:
+        """Do the first half of `load`: the chunks are here, and are held until `finish_load`, or
+        `abandon_load`.
+
+        Args:
+            is_promised: The serving engine counts on them from now on: their digests are checked
+                here, and again while they are copied if the store may not have held them.
+        """
         #  named      | chunk 0 | chunk 1 | chunk 2 | chunk 3 | chunk 4 |
         #  chunks     | right   | damaged | right   | misfit  |           the store's prefix
         #             |<------- num_fitting ------->|                     copied
         #             |<------->| num_loaded                            no gap: the rest is a miss
-        chunks = self._store.get([key for _, _, key in named], recompute_s, check_later=True)
+        keys = [key for _, _, key in named]
+        chunks = self._store.get(keys, recompute_s, check_later=not is_promised)
+        misfits = [
+            self._misfit(chunk, key, end - start)
+            for (start, end, key), chunk in zip(named, chunks, strict=False)
+        ]
+        num_fitting = next((i for i, reason in enumerate(misfits) if reason), len(chunks))
+        reason = misfits[num_fitting] if num_fitting < len(chunks) else None
+        return BegunLoad(named, chunks, num_fitting, reason, is_promised)
+
+    def abandon_load(self, begun: BegunLoad) -> None:
+        """Release the chunks of a load that does not take place."""
+        self._store.release(begun.chunks)
+
+    def finish_load(
+        self, begun: BegunLoad, kwargs: dict[str, Any], wanted: tuple[int, int] | None = None
+    ) -> int:
+        """Do the second half of `load`, and return how many, from the first, are loaded now."""
+        named, chunks, num_fitting = begun.named, begun.chunks, begun.num_fitting
         num_loaded = 0
         try:
-            misfits = [
-                self._misfit(chunk, key, end - start)
-                for (start, end, key), chunk in zip(named, chunks, strict=False)
-            ]
-            num_fitting = next((i for i, reason in enumerate(misfits) if reason), len(chunks))
             damaged: list[Chunk] = []
             decoded: dict[int, torch.Tensor] = {}
 
@@ -266,6 +313,11 @@ class KVTransfer:
                     are_right = self._each(copy, range(num_fitting), named, kwargs)
                 finally:
                     launched.wait()  # before their chunks are released
+                if begun.is_promised and not self._store.holds(chunks):
+                    for i, chunk in enumerate(chunks[:num_fitting]):
+                        are_right[i] &= (
+                            payload_digest(chunk.memory.byte_array) == chunk.header.digest
+                        )
                 for i in _nonzero(decoded):
                     damaged.append(chunks[i])
                     are_right[i] = False
@@ -273,13 +325,14 @@ class KVTransfer:
             for chunk in damaged:
                 self._store.reject(chunk)
             if num_loaded < len(chunks):
-                reason = misfits[num_loaded] or MissReason.CORRUPT
+                is_misfit = num_loaded == num_fitting
+                reason = (begun.reason if is_misfit else None) or MissReason.CORRUPT
                 self._counters.add(MISSED_CHUNKS_TOTAL, len(chunks) - num_loaded, reason)
             for (_, _, key), chunk in zip(named, chunks[:num_loaded], strict=False):
                 self._loaded_with_loss.note(key, chunk.lossy)
         finally:
             were_held = self._store.release(chunks)
-        if not were_held:
+        if not (were_held or begun.is_promised):
             self._counters.add(MISSED_CHUNKS_TOTAL, num_loaded, MissReason.UNAVAILABLE)
             return 0
         loaded = Counter(

@@ -150,6 +150,10 @@ class ChunkStore(Protocol):
         age.
         """
 
+    def holds(self, chunks: Sequence[Chunk]) -> bool:
+        """Return whether all of these chunks have certainly been held until now."""
+        return True
+
     def release(self, chunks: Sequence[Chunk]) -> bool:
         """Release the references of these chunks.
 

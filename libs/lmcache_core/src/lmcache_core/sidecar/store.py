@@ -352,6 +352,11 @@ class SidecarChunkStore(ChunkStore):
         pass  # the sidecar evicts them itself
 
     @override
+    def holds(self, chunks: Sequence[Chunk]) -> bool:
+        connections = {extent.connection for extent in lent([one.memory for one in chunks])}
+        return all(one.is_open and not one.has_ended for one in connections)
+
+    @override
     def release(self, chunks: Sequence[Chunk]) -> bool:
         return self._give_back(lent([chunk.memory for chunk in chunks]))
 

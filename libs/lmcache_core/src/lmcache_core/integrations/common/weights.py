@@ -63,6 +63,14 @@ def model_fingerprint(
     return f"hub-{model}@{commit}" if _COMMIT.fullmatch(commit) else None
 
 
+def shared_name(model: str) -> str:
+    """Return the name under which a model's KV is shared: of a path, the folder's own name, so that
+    copies of the weights at two paths share KV.
+    """
+    is_path = model.startswith(("/", ".", "~"))
+    return model.rstrip("/").rsplit("/", 1)[-1] if is_path else model
+
+
 def downloaded_folder(
     name: str, revision: str | None = None, download_dir: str | None = None
 ) -> Path | None:

@@ -14,7 +14,7 @@ import torch
 
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.errors import LayoutError
-from lmcache_core.integrations.common.weights import model_fingerprint
+from lmcache_core.integrations.common.weights import model_fingerprint, shared_name
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.kv_settings import VLLM_SETTINGS, settings_fingerprint
 from lmcache_core.integrations.vllm.options import BLOCKS, ConnectorOptions
@@ -153,14 +153,6 @@ def check_shareable(vllm_config: Any) -> None:
             "calculate_kv_scales: the scales of quantised KV then depend on what an engine saw"
             " first, so it cannot be shared"
         )
-
-
-def shared_name(model: str) -> str:
-    """Return the name under which a model's KV is shared: of a path, the folder's own name, so that
-    copies of the weights at two paths share KV.
-    """
-    is_path = model.startswith(("/", ".", "~"))
-    return model.rstrip("/").rsplit("/", 1)[-1] if is_path else model
 
 
 def contents_fingerprint(vllm_config: Any) -> str | None:

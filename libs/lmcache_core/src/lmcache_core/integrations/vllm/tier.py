@@ -33,13 +33,13 @@ from lmcache_core.engine.stores import SidecarClient, create_chunk_store, sideca
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.errors import ConfigError, LayoutError, UnavailableError
 from lmcache_core.gpu_connectors import GPUConnectorInterface
+from lmcache_core.integrations.common.weights import shared_name
 from lmcache_core.integrations.vllm.groups import described
 from lmcache_core.integrations.vllm.identity import (
     block_text,
     check_shareable,
     contents_fingerprint,
     revision_text,
-    shared_name,
 )
 from lmcache_core.integrations.vllm.kv_settings import VLLM_SETTINGS, set_variables
 from lmcache_core.integrations.vllm.memory import create_scales

@@ -1,0 +1,377 @@
+"""The pages of one rank: looked up and held by the scheduler's thread, loaded and stored by two
+others. Imports nothing of SGLang.
+
+    lookup ──stage, read, verify──> held ──load──> queued ──start──> copied by `lmcache-loads`
+                                      └──not loaded within HELD_S──> released
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lmcache_core.config import LMCacheEngineMetadata
+from lmcache_core.engine import ChunkStore
+from lmcache_core.engine.guard import CallGuard
+from lmcache_core.engine.transfer import BegunLoad, KVTransfer, NamedChunk
+from lmcache_core.gpu_connectors import PagedGPUConnector
+from lmcache_core.gpu_connectors.streams import ThreadStreams, record_event
+from lmcache_core.integrations.sglang.pools import Pool
+from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain, Lane
+from lmcache_core.record import StagedFrom
+from lmcache_core.token_database import identity_root
+
+logger = logging.getLogger(__name__)
+
+ASSUMED_TOKENS_PER_S = 50_000.0
+"""Prefill rate without `prefill_tokens_per_s`: about that of an 8B model on an H100."""
+LEAST_WAIT_S = 0.003
+"""A lookup may always take this long: a healthy sidecar answers in a fraction of it."""
+POLL_S = 0.001
+HELD_S = 10.0
+"""Pages that were looked up are held for so long. SGLang looks up again in each pass in which it
+considers a request, and says nothing of those that end before.
+"""
+SWEEP_S = 2.0
+MAX_STORING_PAGES = 1 << 15
+"""Pages that wait to be stored: SGLang keeps their slots."""
+JOIN_S = 10.0
+_PAGE_TAG = b"lmcache/sglang-page/1\0"
+
+
+@dataclass(eq=False)
+class _Held:
+    """What was found for a request.
+
+    Attributes:
+        keys: SGLang's names of its pages.
+        num_pages: How many of them are held.
+        since: Time of the last lookup.
+    """
+
+    keys: tuple[str, ...]
+    begun: BegunLoad
+    num_pages: int
+    since: float
+
+
+@dataclass(eq=False)
+class Load:
+    """A load that SGLang has asked for; without `begun` it fails."""
+
+    begun: BegunLoad | None
+    num_pages: int
+    slots: torch.Tensor
+
+
+@dataclass(eq=False)
+class _Store:
+    """Pages to store, behind these events."""
+
+    keys: Sequence[str]
+    slots: torch.Tensor
+    events: Sequence[Any]
+    is_refused: bool = False
+
+
+class PageCache:
+    """Finds, loads and stores pages for one rank.
+
+    Args:
+        transfer: Moves pages between the pool and the store.
+        page_size: Tokens of a page.
+        stores: Whether this rank stores; where all have the same KV, one does.
+        tokens_per_s: Prefill rate of the engine; None: `ASSUMED_TOKENS_PER_S`.
+        timeout_s: Longest wait for slow tiers.
+        guard: Catches every exception that must not reach SGLang.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        transfer: KVTransfer,
+        connector: PagedGPUConnector,
+        pool: Pool,
+        metadata: LMCacheEngineMetadata,
+        page_size: int,
+        guard: CallGuard,
+        *,
+        stores: bool = True,
+        tokens_per_s: float | None = None,
+        timeout_s: float = 2.0,
+    ) -> None:
+        self._store = store
+        self._transfer = transfer
+        self._connector = connector
+        self._pool = pool
+        self._metadata = metadata
+        self._page_size = page_size
+        self._guard = guard
+        self._stores = stores
+        self._page_s = page_size / (tokens_per_s or ASSUMED_TOKENS_PER_S)
+        self._timeout_s = timeout_s
+        self._lane = Lane(
+            metadata.fmt, metadata.model_name, metadata.world_size, metadata.worker_id
+        )
+        self._mark = f"{secrets.token_hex(4)}:"
+        self._salt = ""
+        self._epoch = b""
+        self._root = b""
+        self._held: dict[str, _Held] = {}
+        self._queued: dict[str, Load] = {}
+        self._lock = threading.Lock()
+        self._loads: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._offloads: queue.Queue[_Store | None] = queue.Queue()
+        self._num_storing = 0
+        self._results: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._streams = ThreadStreams()
+        self._threads = [
+            threading.Thread(target=self._run_loads, name="lmcache-loads", daemon=True),
+            threading.Thread(target=self._run_stores, name="lmcache-stores", daemon=True),
+        ]
+
+    def open(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def use_salt(self, salt: str) -> None:
+        """Name pages with the salt of the tenant."""
+        self._salt = salt
+        self._root = hashlib.sha256(
+            _PAGE_TAG + self._epoch + identity_root(self._metadata, salt)
+        ).digest()
+
+    def lookup(self, request: str, keys: Sequence[str]) -> int:
+        """Return how many of these pages, from the first, are here and held, so that a load of them
+        cannot fail. Waits no longer than computing them takes.
+
+        Args:
+            request: Id of the request.
+            keys: SGLang's names of consecutive pages: 64 hex digits, each of all tokens up to its
+                end.
+        """
+        known = self._held.get(request)
+        is_same = known is not None and known.keys == tuple(keys)
+        if known is not None and is_same and self._store.holds(known.begun.chunks):
+            known.since = time.monotonic()
+            return known.num_pages
+        self._release(request)
+        saving_s = len(keys) * self._page_s
+        if not keys or not self._root or not self._store.is_worth(saving_s):
+            return 0
+        num_found = self._staged(request, keys, saving_s)
+        try:
+            if not num_found:
+                return 0
+            named = self._named(keys[:num_found])
+            begun = self._transfer.begin_load(named, self._page_s, is_promised=True)
+        finally:
+            self._store.unstage([self._mark + request])
+        if not begun.num_fitting:
+            self._transfer.abandon_load(begun)
+            return 0
+        held = _Held(tuple(keys), begun, begun.num_fitting, time.monotonic())
+        with self._lock:
+            self._held[request] = held
+        return held.num_pages
+
+    def queue_load(self, request: str, keys: Sequence[str], slots: torch.Tensor) -> None:
+        """Queue a load of pages that were found into these slots. If they are gone it fails, in
+        the way in which every rank learns of it.
+        """
+        with self._lock:
+            held = self._held.pop(request, None)
+        begun = None
+        if held is not None:
+            if held.keys[: len(keys)] == tuple(keys) and len(keys) <= held.num_pages:
+                begun = held.begun
+            else:
+                self._transfer.abandon_load(held.begun)
+        self._queued[request] = Load(begun, len(keys), slots)
+
+    def cancel_load(self, request: str) -> bool:
+        """Forget a load that has not begun; return whether there was one."""
+        load = self._queued.pop(request, None)
+        if load is not None and load.begun is not None:
+            self._transfer.abandon_load(load.begun)
+        return load is not None
+
+    def take_queued(self) -> list[Load]:
+        """Return the loads that are queued, and forget them."""
+        loads, self._queued = list(self._queued.values()), {}
+        return loads
+
+    def start_loads(
+        self, loads: Sequence[Load], when_done: Callable[[BaseException | None], None]
+    ) -> None:
+        """Begin loads.
+
+        Args:
+            when_done: Called in another thread, with an error if not everything was loaded.
+        """
+        # The slots may still be in use by what was launched before.
+        after = record_event(self._device)
+
+        def work() -> None:
+            error: BaseException | None = RuntimeError("pages were not loaded")
+            with self._guard("retrieve"), torch.inference_mode(), self._streams.own(self._device):
+                are_loaded = [self._load(load, after) for load in loads]
+                error = None if all(are_loaded) else error
+            when_done(error)
+
+        self._loads.put(work)
+
+    def store(self, keys: Sequence[str], slots: torch.Tensor, events: Sequence[Any]) -> None:
+        """Store pages from these slots, behind these events; `num_stored` counts it when it has
+        ended.
+        """
+        is_refused = self._num_storing + len(keys) > MAX_STORING_PAGES
+        self._num_storing += len(keys)
+        self._offloads.put(_Store(tuple(keys), slots, events, is_refused or not self._root))
+
+    @property
+    def num_stored(self) -> int:
+        """Number of stores that have ended, and whose results were not taken."""
+        return self._results.qsize()
+
+    def take_stored(self) -> bool:
+        """Return whether the oldest store was complete."""
+        return self._results.get_nowait()
+
+    def reset(self) -> None:
+        """Wait for all copies, and use nothing that was stored before: the weights may have been
+        replaced.
+        """
+        self._loads.join()
+        self._offloads.join()
+        for request in list(self._held):
+            self._release(request)
+        for request in list(self._queued):
+            self.cancel_load(request)
+        while self.num_stored:
+            self.take_stored()
+        self._epoch = secrets.token_bytes(CHUNK_HASH_BYTES)
+        self.use_salt(self._salt)
+
+    def close(self) -> None:
+        """Finish what was begun, and release everything."""
+        self.reset()
+        self._loads.put(None)
+        self._offloads.put(None)
+        for thread in self._threads:
+            thread.join(JOIN_S)
+
+    @property
+    def _device(self) -> torch.device:
+        first = self._pool.kvcaches[0]
+        tensor: torch.Tensor = first[0] if isinstance(first, tuple) else first
+        return tensor.device
+
+    def _hashes(self, keys: Sequence[str]) -> bytes:
+        root = self._root
+        return b"".join(hashlib.sha256(root + bytes.fromhex(key)).digest() for key in keys)
+
+    def _named(self, keys: Sequence[str]) -> list[NamedChunk]:
+        size, lane_keys = self._page_size, self._lane.keys(self._hashes(keys))
+        return [(i * size, (i + 1) * size, key) for i, key in enumerate(lane_keys)]
+
+    def _staged(self, request: str, keys: Sequence[str], saving_s: float) -> int:
+        """Return how many of these pages, from the first, the store has staged for all ranks."""
+        lane = self._lane
+        hashes = self._hashes(keys)
+        chain = ChunkChain(lane.fmt, lane.model_name, lane.world_size, lane.group, hashes)
+        deadline = time.monotonic() + max(LEAST_WAIT_S, min(saving_s, self._timeout_s))
+        while True:
+            left_s = deadline - time.monotonic()
+            staged = self._store.stage(
+                self._mark + request,
+                [chain],
+                recompute_s=self._page_s,
+                wait_s=max(0.0, left_s),
+                saving_s=saving_s,
+            )
+            if staged is None:
+                return 0
+            if staged.tiers and (staged.is_ready or left_s <= 0):
+                return len(staged.tiers[0].partition(bytes([StagedFrom.NOWHERE]))[0])
+            if left_s <= 0:
+                return 0
+            time.sleep(min(POLL_S, left_s))
+
+    def _release(self, request: str) -> None:
+        with self._lock:
+            held = self._held.pop(request, None)
+        if held is not None:
+            self._transfer.abandon_load(held.begun)
+
+    def _sweep(self) -> None:
+        """Release what was looked up for requests that have not been loaded since."""
+        oldest = time.monotonic() - HELD_S
+        for request, held in list(self._held.items()):
+            if held.since < oldest:
+                self._release(request)
+
+    def _arguments(
+        self, slots: torch.Tensor, num_tokens: int, after: torch.cuda.Event | None
+    ) -> dict[str, Any]:
+        addresses = self._connector.addresses_of(self._pool.kvcaches, slots, 0, num_tokens)
+        return {"addresses": addresses, "after": after}
+
+    def _load(self, load: Load, after: torch.cuda.Event | None) -> bool:
+        if load.begun is None:
+            return False
+        num_tokens = load.num_pages * self._page_size
+        load.begun.num_fitting = load.num_pages
+        arguments = self._arguments(load.slots, num_tokens, after)
+        return self._transfer.finish_load(load.begun, arguments) == load.num_pages
+
+    def _run_loads(self) -> None:
+        while True:
+            try:
+                work = self._loads.get(timeout=SWEEP_S)
+            except queue.Empty:
+                with self._guard("sweep"):
+                    self._sweep()
+                continue
+            try:
+                if work is None:
+                    return
+                work()
+            finally:
+                self._loads.task_done()
+
+    def _run_stores(self) -> None:
+        while True:
+            store = self._offloads.get()
+            is_stored = False
+            try:
+                if store is None:
+                    return
+                with self._guard("store"), torch.inference_mode(), self._streams.own(self._device):
+                    is_stored = not store.is_refused and self._store_pages(store)
+            finally:
+                if store is not None:
+                    self._num_storing -= len(store.keys)
+                    self._results.put(is_stored)
+                self._offloads.task_done()
+
+    def _store_pages(self, store: _Store) -> bool:
+        if not self._stores:
+            return True
+        for event in store.events:
+            event.synchronize()
+        saving_s = len(store.keys) * self._page_s
+        if not self._store.is_worth(saving_s):
+            return False
+        named = self._named(store.keys)
+        return all(self._transfer.store(named, self._arguments(store.slots, named[-1][1], None)))
