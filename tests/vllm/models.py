@@ -34,6 +34,8 @@ at the mean of all.
 """
 
 LLAMA = "llama"
+MHA = "mha"
+"""The same, with keys and values of each head."""
 SLIDING = "sliding"
 MLA = "mla"
 SEEING = "seeing"
@@ -76,6 +78,15 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
+        "head_dim": 32,
+        "rope_theta": 10000.0,
+    },
+    MHA: {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
         "head_dim": 32,
         "rope_theta": 10000.0,
     },

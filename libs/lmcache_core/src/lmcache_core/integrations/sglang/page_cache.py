@@ -13,7 +13,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,8 @@ HELD_S = 10.0
 """Pages that were looked up are held for so long. SGLang looks up again in each pass in which it
 considers a request, and says nothing of those that end before.
 """
+AGAIN_S = 1.0
+"""A request of which nothing was found is not looked up again for so long."""
 SWEEP_S = 2.0
 MAX_STORING_PAGES = 1 << 15
 """Pages that wait to be stored: SGLang keeps their slots."""
@@ -49,19 +51,23 @@ _PAGE_TAG = b"lmcache/sglang-page/1\0"
 
 
 @dataclass(eq=False)
-class _Held:
+class _Found:
     """What was found for a request.
 
     Attributes:
         keys: SGLang's names of its pages.
-        num_pages: How many of them are held.
+        begun: Holds those that were found; None if there are none.
         since: Time of the last lookup.
     """
 
     keys: tuple[str, ...]
-    begun: BegunLoad
-    num_pages: int
+    begun: BegunLoad | None
     since: float
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages, from the first, are held."""
+        return 0 if self.begun is None else self.begun.num_fitting
 
 
 @dataclass(eq=False)
@@ -126,7 +132,7 @@ class PageCache:
         self._salt = ""
         self._epoch = b""
         self._root = b""
-        self._held: dict[str, _Held] = {}
+        self._found: dict[str, _Found] = {}
         self._queued: dict[str, Load] = {}
         self._lock = threading.Lock()
         self._loads: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -160,43 +166,36 @@ class PageCache:
             keys: SGLang's names of consecutive pages: 64 hex digits, each of all tokens up to its
                 end.
         """
-        known = self._held.get(request)
-        is_same = known is not None and known.keys == tuple(keys)
-        if known is not None and is_same and self._store.holds(known.begun.chunks):
-            known.since = time.monotonic()
-            return known.num_pages
-        self._release(request)
-        saving_s = len(keys) * self._page_s
-        if not keys or not self._root or not self._store.is_worth(saving_s):
-            return 0
-        num_found = self._staged(request, keys, saving_s)
-        try:
-            if not num_found:
-                return 0
-            named = self._named(keys[:num_found])
-            begun = self._transfer.begin_load(named, self._page_s, is_promised=True)
-        finally:
-            self._store.unstage([self._mark + request])
-        if not begun.num_fitting:
-            self._transfer.abandon_load(begun)
-            return 0
-        held = _Held(tuple(keys), begun, begun.num_fitting, time.monotonic())
+        now = time.monotonic()
         with self._lock:
-            self._held[request] = held
-        return held.num_pages
+            known = self._found.get(request)
+            is_known = known is not None and known.keys == tuple(keys)
+            if known is not None and is_known and known.begun is not None:
+                known.since = now  # from here on, no sweep releases it
+        if known is not None and is_known:
+            if known.begun is None and now - known.since < AGAIN_S:
+                return 0
+            if known.begun is not None and self._store.holds(known.begun.chunks):
+                return known.num_pages
+        self._release([request])
+        begun = self._begun(request, keys)
+        with self._lock:
+            self._found[request] = _Found(tuple(keys), begun, now)
+        return 0 if begun is None else begun.num_fitting
 
     def queue_load(self, request: str, keys: Sequence[str], slots: torch.Tensor) -> None:
         """Queue a load of pages that were found into these slots. If they are gone it fails, in
         the way in which every rank learns of it.
         """
+        self.cancel_load(request)
         with self._lock:
-            held = self._held.pop(request, None)
-        begun = None
-        if held is not None:
-            if held.keys[: len(keys)] == tuple(keys) and len(keys) <= held.num_pages:
-                begun = held.begun
-            else:
-                self._transfer.abandon_load(held.begun)
+            found = self._found.pop(request, None)
+        begun = None if found is None else found.begun
+        if found is not None and begun is not None:
+            is_same = found.keys[: len(keys)] == tuple(keys) and len(keys) <= found.num_pages
+            if not is_same:
+                self._transfer.abandon_load(begun)
+                begun = None
         self._queued[request] = Load(begun, len(keys), slots)
 
     def cancel_load(self, request: str) -> bool:
@@ -254,8 +253,7 @@ class PageCache:
         """
         self._loads.join()
         self._offloads.join()
-        for request in list(self._held):
-            self._release(request)
+        self._release(list(self._found))
         for request in list(self._queued):
             self.cancel_load(request)
         while self.num_stored:
@@ -285,6 +283,24 @@ class PageCache:
         size, lane_keys = self._page_size, self._lane.keys(self._hashes(keys))
         return [(i * size, (i + 1) * size, key) for i, key in enumerate(lane_keys)]
 
+    def _begun(self, request: str, keys: Sequence[str]) -> BegunLoad | None:
+        """Return what is held of these pages from now on; None if it is nothing."""
+        saving_s = len(keys) * self._page_s
+        if not keys or not self._root or not self._store.is_worth(saving_s):
+            return None
+        num_staged = self._staged(request, keys, saving_s)
+        try:
+            if not num_staged:
+                return None
+            named = self._named(keys[:num_staged])
+            begun = self._transfer.begin_load(named, self._page_s, is_promised=True)
+        finally:
+            self._store.unstage([self._mark + request])
+        if begun.num_fitting:
+            return begun
+        self._transfer.abandon_load(begun)
+        return None
+
     def _staged(self, request: str, keys: Sequence[str], saving_s: float) -> int:
         """Return how many of these pages, from the first, the store has staged for all ranks."""
         lane = self._lane
@@ -308,18 +324,18 @@ class PageCache:
                 return 0
             time.sleep(min(POLL_S, left_s))
 
-    def _release(self, request: str) -> None:
-        with self._lock:
-            held = self._held.pop(request, None)
-        if held is not None:
-            self._transfer.abandon_load(held.begun)
-
-    def _sweep(self) -> None:
-        """Release what was looked up for requests that have not been loaded since."""
+    def _release(self, requests: Iterable[str] | None = None) -> None:
+        """Forget what was looked up for these requests; by default for those that have not been
+        loaded since.
+        """
         oldest = time.monotonic() - HELD_S
-        for request, held in list(self._held.items()):
-            if held.since < oldest:
-                self._release(request)
+        with self._lock:
+            if requests is None:
+                requests = [name for name, one in self._found.items() if one.since < oldest]
+            forgotten = [self._found.pop(name) for name in requests if name in self._found]
+        for found in forgotten:
+            if found.begun is not None:
+                self._transfer.abandon_load(found.begun)
 
     def _arguments(
         self, slots: torch.Tensor, num_tokens: int, after: torch.cuda.Event | None
@@ -341,7 +357,7 @@ class PageCache:
                 work = self._loads.get(timeout=SWEEP_S)
             except queue.Empty:
                 with self._guard("sweep"):
-                    self._sweep()
+                    self._release()
                 continue
             try:
                 if work is None:

@@ -1,0 +1,104 @@
+"""Bytes that are not what was stored: a shorter hit, and never a failed request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.sglang.worlds import TRAINED, Pair, opened_pair, whole_pages
+from tests.vllm.engines import Answer, Ask
+from tests.vllm.sidecars import eventually
+
+LENGTH = 800
+DAMAGES = {
+    "flipped": lambda path, other: path.write_bytes(_flipped(path.read_bytes())),
+    "truncated": lambda path, other: path.write_bytes(path.read_bytes()[:-100]),
+    "swapped": lambda path, other: _swap(path, other),
+}
+
+
+def _flipped(record: bytes) -> bytes:
+    at = len(record) * 2 // 3
+    return record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]
+
+
+def _swap(path: Path, other: Path) -> None:
+    one, two = path.read_bytes(), other.read_bytes()
+    path.write_bytes(two)
+    other.write_bytes(one)
+
+
+@pytest.fixture(scope="module")
+def pair(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("pair")
+    places = {"arena_path": directory / "arena", "disk_path": directory / "disk", "disk_gb": 0.5}
+    one = opened_pair(directory, models, TRAINED, **places)
+    yield one
+    one.owner.__exit__(None, None, None)
+
+
+def found(pair: Pair, ask: Ask) -> Answer:
+    """The second engine's answer, once it finds the whole prompt."""
+    answers: list[Answer] = []
+
+    def is_found() -> bool:
+        longer = Ask(ask.tokens[:LENGTH] + pair.ask(30).tokens, 1)
+        answers.extend(pair.second.generate([longer]))
+        return answers[-1].num_cached >= whole_pages(LENGTH)
+
+    eventually(is_found, "not found", 60.0)
+    return answers[-1]
+
+
+def check(pair: Pair, asks: Sequence[Ask], expected: Sequence[Answer]) -> None:
+    """Ask the second engine: everything is answered, and rightly."""
+    answers = [pair.second.generate([ask])[0] for ask in asks]
+    assert [one.tokens for one in answers] == [one.tokens for one in expected]
+    assert {one.finish_reason for one in answers} == {"length"}
+    assert all(one.num_cached < whole_pages(LENGTH) for one in answers), "damaged, and found"
+
+
+def test_a_byte_flipped_in_memory(pair: Pair) -> None:
+    ask = pair.ask(LENGTH)
+    expected = pair.filled([ask])
+    pair.sidecar.post("/v1/admin/clear", {"tiers": ["disk"]})
+    (file,) = [
+        path for path in (pair.owner.directory / "arena").iterdir() if path.stat().st_size > 1 << 20
+    ]
+    with file.open("r+b") as memory:
+        for at in range(0, file.stat().st_size, 4096):
+            memory.seek(at)
+            if any(head := memory.read(8)):
+                memory.seek(at)
+                memory.write(bytes(byte ^ 0x40 for byte in head))
+    check(pair, [ask], expected)
+    pair.sidecar.post("/v1/admin/clear", {"tiers": ["memory", "disk"]})
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_records_damaged_on_the_disk(pair: Pair, damage: str) -> None:
+    asks = [pair.ask(LENGTH) for _ in range(3)]
+    good, expected = pair.ask(LENGTH), pair.filled(asks)
+    pair.filled([good])
+    kept = set(_records(pair))
+    pair.sidecar.kill()
+    pair.storage.kill()
+    _damage(sorted(_records(pair)), DAMAGES[damage])
+    pair.sidecar.start(arena_path=pair.owner.directory / f"arena-{damage}")
+    pair.storage.start()
+    assert kept
+    check(pair, asks, expected)
+
+
+def _records(pair: Pair) -> list[Path]:
+    disk = pair.owner.directory / "disk"
+    return [path for path in disk.rglob("*") if path.is_file() and path.stat().st_size > 20_000]
+
+
+def _damage(records: Sequence[Path], how: Callable[[Path, Path], object]) -> None:
+    for one, other in zip(records[::2], records[1::2], strict=False):
+        how(one, other)
+        if how is not DAMAGES["swapped"]:
+            how(other, one)

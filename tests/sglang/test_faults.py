@@ -1,0 +1,128 @@
+"""The sidecar dies, hangs and returns at every point: each request is answered, and rightly."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.sglang.sabotaged import PHASES, PLAN
+from tests.sglang.worlds import TRAINED, Pair, opened_pair, whole_pages
+from tests.vllm.engines import Ask, from_plain
+from tests.vllm.sidecars import eventually
+
+LINKER = "tests.sglang.sabotaged:SabotagedLinker"
+SLACK_S = 0.5
+LENGTH = 1500
+NUM_REQUESTS, NUM_ABORTED = 200, 60
+
+
+@pytest.fixture(scope="module")
+def pair(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("pair")
+    patch = pytest.MonkeyPatch()
+    patch.setenv(PLAN, str(directory / "plan"))
+    one = opened_pair(directory, models, TRAINED, LINKER)
+    yield one
+    one.owner.__exit__(None, None, None)
+    patch.undo()
+
+
+def await_hits(pair: Pair) -> None:
+    """Wait until the second engine finds what the first one stores."""
+
+    def finds() -> bool:
+        ask = pair.ask(300, 1)
+        pair.first.generate([ask])
+        time.sleep(0.2)
+        return pair.second.generate([ask])[0].num_cached >= whole_pages(300)
+
+    eventually(finds, "the engines do not come back to the sidecar", 90.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_sidecar_that_fails_in_a_phase(pair: Pair, phase: str, number: signal.Signals) -> None:
+    await_hits(pair)
+    ask, more = pair.ask(LENGTH), pair.ask(40)
+    (expected,) = pair.filled([ask])
+    begin = time.monotonic()
+    pair.first.generate([pair.ask(LENGTH)])
+    computing_s = time.monotonic() - begin
+    plan = pair.owner.directory / "plan"
+    plan.write_text(f"{phase} {int(number)} {pair.sidecar.pid}")
+    (found,) = pair.second.generate([ask])
+    assert found.tokens == expected.tokens
+    assert found.finish_reason == "length"
+    if phase != "offload":
+        assert found.num_cached >= whole_pages(LENGTH), "what was promised was loaded"
+    (next_one,) = pair.second.generate([Ask(ask.tokens + more.tokens, 4)])
+    assert not plan.exists(), "it did not come to that phase"
+    pair.sidecar.thaw()
+    if not pair.sidecar.is_alive or number == signal.SIGKILL:
+        pair.sidecar.kill()
+        pair.sidecar.start()
+    (computed,) = pair.first.generate([Ask(ask.tokens + more.tokens, 4)])
+    assert next_one.tokens == computed.tokens
+    assert found.took_s <= 2 * computing_s + SLACK_S
+
+
+def test_requests_with_aborts_while_the_sidecar_dies_and_returns(pair: Pair) -> None:
+    await_hits(pair)
+    asks = [pair.ask(100 + 7 * number, 6) for number in range(NUM_REQUESTS)]
+    expected = pair.first.generate(asks, timeout_s=300.0)
+    is_over = threading.Event()
+
+    def hurt() -> None:
+        while not is_over.wait(0.7):
+            pair.sidecar.freeze()
+            if is_over.wait(0.7):
+                break
+            pair.sidecar.kill()
+            is_over.wait(0.5)
+            pair.sidecar.start()
+        if not pair.sidecar.is_alive:
+            pair.sidecar.start()
+        pair.sidecar.thaw()
+
+    hurting = threading.Thread(target=hurt)
+    hurting.start()
+    try:
+        answers = pair.second.call(
+            400.0, do="burst", asks=[asdict(ask) for ask in asks], num_aborted=NUM_ABORTED
+        )
+    finally:
+        is_over.set()
+        hurting.join()
+    whole = [(from_plain(one), right) for one, right in zip(answers, expected, strict=True) if one]
+    assert len(whole) == NUM_REQUESTS - NUM_ABORTED
+    assert all(one.finish_reason == "length" for one, _ in whole)
+    assert [one.tokens for one, _ in whole] == [right.tokens for _, right in whole]
+    await_hits(pair)
+
+
+def test_no_request_waits_longer_than_computing_takes(pair: Pair) -> None:
+    """With a sidecar that is stopped and goes on, over and over."""
+    await_hits(pair)
+    asks = [pair.ask(LENGTH, 2) for _ in range(40)]
+    computing, took = [], []
+    for ask in asks:
+        computing += [one.took_s for one in pair.first.generate([ask])]
+    pair.settle()
+    for number, ask in enumerate(asks):
+        if number % 4 == 1:
+            pair.sidecar.freeze()
+        if number % 4 == 3:
+            pair.sidecar.thaw()
+        took += [one.took_s for one in pair.second.generate([ask])]
+    pair.sidecar.thaw()
+    limit_s = statistics.median(computing) + SLACK_S
+    worst_s = statistics.quantiles(took, n=100)[98]
+    print(f"slowest hundredth {worst_s:.3f} s, computing {statistics.median(computing):.3f} s")
+    assert worst_s <= limit_s

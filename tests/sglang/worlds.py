@@ -1,0 +1,89 @@
+"""Two engines and their sidecar and storage."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.sglang.engines import PAGE_SIZE, engine_options, linked, start
+from tests.vllm.engines import Answer, Ask
+from tests.vllm.models import MHA, MLA
+from tests.vllm.processes import ROOT, EngineProcess, Owner, Service
+from tests.vllm.references import prompt
+from tests.vllm.sidecars import await_calm, eventually, sidecar, socket_of, storage
+
+TRAINED = "trained"
+"""The demo's llama, two of whose heads share keys and values (GQA)."""
+MODELS = (TRAINED, MHA, MLA)
+_NUMBERS = itertools.count(1)
+
+
+def model_path(models: Path, model: str) -> Path:
+    """Where a model lies."""
+    if model == TRAINED:
+        return ROOT / "libs/lmcache_demo/src/lmcache_demo/model/assets"
+    return models / model
+
+
+@dataclass
+class Pair:
+    """Two engines at one sidecar.
+
+    Attributes:
+        first: Computes what the other one finds.
+    """
+
+    owner: Owner
+    sidecar: Service
+    first: EngineProcess
+    second: EngineProcess
+    storage: Service
+    vocabulary: int = field(default=4096)
+
+    def ask(self, length: int, num_new: int = 12, **more: Any) -> Ask:
+        """A prompt that begins as none before it."""
+        tokens = prompt(next(_NUMBERS), length)
+        return Ask(tuple(token % self.vocabulary for token in tokens), num_new, **more)
+
+    def settle(self) -> None:
+        """Wait until everything that was computed is stored, also at the storage."""
+        await_calm(self.sidecar)
+        eventually(lambda: self.sidecar.get("/v1/status")["settled"], "not written everywhere")
+
+    def filled(self, asks: Sequence[Ask]) -> list[Answer]:
+        """Let the first engine compute these, and wait until the sidecar has them; its answers."""
+        answers = self.first.generate(asks)
+        assert all(answer.num_cached == 0 for answer in answers), "it has seen none of them"
+        self.settle()
+        return answers
+
+
+def opened_pair(
+    directory: Path, models: Path, model: str, linker: str | None = None, **settings: Any
+) -> Pair:
+    """A running pair; the first engine has no tests' linker."""
+    owner = Owner(directory).__enter__()
+    try:
+        store = storage(owner)
+        remote = f"lm://127.0.0.1:{store.ports['lm_port']}"
+        beside = sidecar(owner, verify_hot="always", remote_url=remote, **settings)
+        path = model_path(models, model)
+        engines = [
+            start(owner, name, engine_options(path, **linked(socket_of(owner), **more)))
+            for name, more in (
+                ("first", {}),
+                ("second", {} if linker is None else {"linker": linker}),
+            )
+        ]
+    except BaseException:
+        owner.__exit__(None, None, None)
+        raise
+    return Pair(owner, beside, *engines, store, vocabulary=2048 if model == TRAINED else 4096)
+
+
+def whole_pages(length: int) -> int:
+    """Tokens of a prompt that another engine can find: its last token is always computed."""
+    return (length - 1) // PAGE_SIZE * PAGE_SIZE
