@@ -145,7 +145,7 @@ def test_the_engine_finds_the_connector_and_its_sidecar(
     assert ("kv-transfer-config" in text_of(engine)) != is_worker
     has_it_already = shape in ("kserve", "leader_worker_set")
     status = changed["metadata"]["annotations"][STATUS]
-    assert ("what it runs is not vLLM's server itself" in status) == is_worker
+    assert ("what it runs is not the engine's server itself" in status) == is_worker
     assert ("it names the connector already" in status) == has_it_already
     if not is_worker:
         assert values["LMCACHE_SIDECAR_SOCKET_PATH"] in text_of(engine)
@@ -548,7 +548,7 @@ def test_events_go_through_a_script_in_plain_words(
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"), [("kserve", "it names the connector already"), ("ray_worker", "not vLLM's")]
+    ("shape", "said"), [("kserve", "it names the connector already"), ("ray_worker", "not the engine's")]
 )
 def test_a_pod_whose_command_line_stays_publishes_nothing_more(
     shape: str, said: str, options: InjectionOptions
@@ -634,12 +634,18 @@ ARENA_VOLUME = {"name": "lmcache-arena", "emptyDir": {}}
 @pytest.mark.parametrize(
     ("document", "text"),
     [
-        (pod(container(image="nginx:1")), "looks as if it ran vLLM: name the one that does in"),
-        (pod(container("a"), container("b")), "the containers a and b look as if they ran vLLM"),
+        (
+            pod(container(image="nginx:1")),
+            "looks as if it ran vLLM or SGLang: name the one that does in",
+        ),
+        (
+            pod(container("a"), container("b")),
+            "the containers a and b look as if they ran an engine",
+        ),
         (asking(container="x"), "no container 'x', which lmcache.io/container names: it has vllm"),
         (pod(container(args=["--kv_transfer_config={}"])), "--kv_transfer_config already"),
         (having("LMCACHE_CHUNK_SIZ", "256"), "options that the connector cannot read"),
-        (pod(container(command=["sh", "-c", "a; vllm serve m"])), "starts vLLM in a shell script"),
+        (pod(container(command=["sh", "-c", "a; vllm serve m"])), "starts its engine in a shell script"),
         (pod(container(), hostNetwork=True), "leave hostNetwork out"),
         (pod(container(), os={"name": "windows"}), "the sidecar runs on Linux"),
         (pod(container(), resources={"limits": {"memory": "64Gi"}}), "spec.resources"),

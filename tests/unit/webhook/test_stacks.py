@@ -65,7 +65,7 @@ def test_a_script_that_reads_a_variable_gets_the_connector_in_it(options: Inject
     other = stack("kserve-llm")
     command = other["spec"]["containers"][0]["command"]
     command[2] = command[2].replace("VLLM_ADDITIONAL_ARGS", "OTHERS")
-    assert "starts vLLM in a shell script" in declined(options, other)
+    assert "starts its engine in a shell script" in declined(options, other)
 
 
 def test_a_script_may_look_for_the_option_without_giving_it(options: InjectionOptions) -> None:
@@ -98,7 +98,7 @@ def test_a_script_must_pass_the_variable_on(
     if is_read:
         assert "in the variable VLLM_ADDITIONAL_ARGS" in injected(options, document)[1]
     else:
-        assert "starts vLLM in a shell script" in declined(options, document)
+        assert "starts its engine in a shell script" in declined(options, document)
 
 
 def test_a_variable_that_envfrom_may_bring_is_not_hidden(options: InjectionOptions) -> None:

@@ -1,4 +1,4 @@
-"""Command lines of containers: whether they start vLLM, and what is appended to them.
+"""Command lines of containers: whether they start vLLM or SGLang, and what is appended to them.
 
 They are untrusted input, so each function here is linear in its length. Of a shell's scripts only
 those are understood that are one plain command; a container that starts vLLM in any other is
@@ -20,6 +20,7 @@ from lmcache_core.integrations.vllm.releases import Release, too_old
 from lmcache_webhook.injection.connector_options import Place, find_lmcache
 from lmcache_webhook.injection.plan import CONNECTOR, CONTAINER, REPLACE
 from lmcache_webhook.injection.pod import Container, DeclinedError, PodSpec
+from lmcache_webhook.injection.sglang import LINKER_MODULE, linker_arguments
 
 OPTION: Final = "--kv-transfer-config"
 CONNECTOR_MODULE: Final = "lmcache_core.integrations.vllm"
@@ -29,10 +30,14 @@ HUGGING_FACE: Final = "huggingfaceserver"
 """KServe's server for models of Hugging Face: module and image have this name. It runs vLLM unless
 told to use transformers.
 """
+SGLANG: Final = "sglang.launch_server"
 MODULES: Final = (
     *("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"),
-    *(DYNAMO, HUGGING_FACE),
+    *(DYNAMO, HUGGING_FACE, SGLANG),
 )
+_SGLANG_PROGRAM: Final = "sglang"
+PROGRAMS: Final = ("vllm", _SGLANG_PROGRAM)
+"""Those whose command `serve` starts a server."""
 SCRIPT_VARIABLE: Final = "VLLM_ADDITIONAL_ARGS"
 """From which the scripts of KServe's LLMInferenceService take further arguments of vLLM."""
 _COMMENT: Final = re.compile(r"(?<!\S)#.*")
@@ -60,8 +65,8 @@ _CONNECTOR_OF_DYNAMO: Final = "DYN_CONNECTOR"
 _ROLES_OF_DYNAMO: Final = ("--is-prefill-worker", "--is-decode-worker")
 
 
-def runs_vllm(container: Container) -> bool:
-    """Return whether a container appears to run vLLM, by its command line or image."""
+def runs_engine(container: Container) -> bool:
+    """Return whether a container appears to run vLLM or SGLang, by its command line or image."""
     name = _image_name(container)
     return (
         names_our_connector(container)
@@ -107,11 +112,11 @@ def runs_ray(container: Container) -> bool:
 
 
 def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what to append to a container's `args`, or to its `PlainScript`, so that its vLLM uses
-    the connector.
+    """Return what to append to a container's `args`, or to its `PlainScript`, so that its engine
+    uses the cache.
 
     Args:
-        config: The value of `--kv-transfer-config`.
+        config: The value of vLLM's `--kv-transfer-config`.
 
     Returns:
         The words; empty if the container already names our connector, if a script reads them from a
@@ -126,14 +131,18 @@ def plan_arguments(container: Container, config: Mapping[str, Any]) -> tuple[str
         return ()
     _refuse_other_connector(container)
     plain = find_plain_script(container)
-    _refuse_other_engine(container, _line(container) if plain is None else plain.words)
+    line = _line(container) if plain is None else plain.words
+    if runs_sglang(container) and (plain is not None or _starts_server(line)):
+        return linker_arguments(container, line)
+    _refuse_other_engine(container, line)
     if plain is None and not _starts_server(_line(container)):
         script = _script(container)
         if script is not None and not _reads_variable(script):
-            words = f"python3, -m, {DYNAMO}" if DYNAMO in script else "vllm, serve, MODEL"
+            modules = [module for module in (DYNAMO, SGLANG) if module in script]
+            words = f"python3, -m, {modules[0]}" if modules else "vllm, serve, MODEL"
             raise DeclinedError(
-                f"the container {container.name} starts vLLM in a shell script that is more than"
-                f" this one command: write `command: [{words}, …]`, or put the option of"
+                f"the container {container.name} starts its engine in a shell script that is more"
+                f" than this one command: write `command: [{words}, …]`, or put the option of"
                 " docs/injection.md into the script"
             )
         if script is not None or container.command:
@@ -169,7 +178,7 @@ def find_plain_script(container: Container) -> PlainScript | None:
     name = words[0].rpartition("/")[2]
     if "=" in words[0] or not (
         words[1:2] == ["serve"]
-        if name == "vllm"
+        if name in PROGRAMS
         else _PYTHON.fullmatch(name) and _starts_server(words)
     ):
         return None
@@ -233,9 +242,16 @@ def _dotted(name: str, value: Any) -> Iterator[str]:
 
 def names_our_connector(container: Container) -> bool:
     """Return whether the command line, or a variable that may become a part of it, names our
-    connector.
+    connector or linker.
     """
-    return any(CONNECTOR_MODULE in text for text in _texts(container))
+    modules = CONNECTOR_MODULE, LINKER_MODULE
+    return any(module in text for text in _texts(container) for module in modules)
+
+
+def runs_sglang(container: Container) -> bool:
+    """Return whether a container's command line starts SGLang."""
+    text = " ".join(_line(container))
+    return f"-m {SGLANG}" in text or f"{_SGLANG_PROGRAM} serve" in text
 
 
 def _refuse_other_connector(container: Container) -> None:
@@ -300,7 +316,7 @@ def _value_of(line: Sequence[str], option: str) -> str | None:
 def _starts_server(line: Sequence[str]) -> bool:
     """Return whether the words start the server, also after `tini --`, `env` and the like."""
     for word, following in itertools.pairwise(line):
-        if word.rsplit("/", 1)[-1] == "vllm" and following == "serve":
+        if word.rsplit("/", 1)[-1] in PROGRAMS and following == "serve":
             return True
         if word == "-m" and following in MODULES:
             return True
@@ -315,7 +331,8 @@ def _script(container: Container) -> str | None:
         words = word.replace("\\\n", " ").split()
         text = " ".join(words)
         if len(words) > 1 and (
-            "vllm serve" in text or any(f"-m {module}" in text for module in MODULES)
+            any(f"{program} serve" in text for program in PROGRAMS)
+            or any(f"-m {module}" in text for module in MODULES)
         ):
             return word
     return None
@@ -351,7 +368,7 @@ def find_engine(
                 f"the pod has no container {name!r}, which {CONTAINER} names: it has {names}"
             )
         return found[0]
-    found = [(index, one) for index, one in containers if runs_vllm(one)]
+    found = [(index, one) for index, one in containers if runs_engine(one)]
     if not found:
         for _, one in containers:
             if runs_ray(one):
@@ -360,13 +377,13 @@ def find_engine(
                     f" {CONTAINER}, and put into engine_kwargs {engine_kwargs(config)}"
                 )
         raise DeclinedError(
-            "no container of this pod looks as if it ran vLLM: name the one that does in"
+            "no container of this pod looks as if it ran vLLM or SGLang: name the one that does in"
             f" {CONTAINER}"
         )
     if len(found) > 1:
         names = " and ".join(one.name for _, one in found)
         raise DeclinedError(
-            f"the containers {names} look as if they ran vLLM: name one of them in {CONTAINER}"
+            f"the containers {names} look as if they ran an engine: name one of them in {CONTAINER}"
         )
     return found[0]
 

@@ -24,6 +24,7 @@ from lmcache_webhook.injection.command_line import (
     plan_script_variable,
     refuse_old_vllm,
     runs_ray,
+    runs_sglang,
     words_of,
 )
 from lmcache_webhook.injection.connector_options import (
@@ -37,8 +38,10 @@ from lmcache_webhook.injection.kv_events import OPTION as EVENTS_OPTION
 from lmcache_webhook.injection.kv_events import EventsPlan, plan_events
 from lmcache_webhook.injection.patch import Operation, Patch, extend_variable
 from lmcache_webhook.injection.plan import (
+    CONNECTOR,
     INJECTED,
     MIN_ARENA_GB,
+    REPLACE,
     SIDECARS,
     STATUS,
     InjectionOptions,
@@ -137,6 +140,9 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     host_memory_gb = host_memory(options.settings, request)
     config = offloading_config(host_memory_gb) if host_memory_gb else transfer_config()
     index, engine = find_engine(pod.spec, request.container, config)
+    is_sglang = runs_sglang(engine)
+    if is_sglang:
+        request, host_memory_gb = _without_offloading(request), 0.0
     if not names_our_connector(engine):  # else it would start without the module that it names
         refuse_old_vllm(engine, LEAST_WITH_TIERS if host_memory_gb else LEAST)
     if request.connector is None and names_our_connector(engine):
@@ -158,7 +164,11 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     arguments = plan_arguments(engine, config)
     script = find_plain_script(engine) if arguments else None
     in_script = plan_script_variable(engine, config)
-    events = plan_events(options.settings, pod.spec, engine, is_in_script=bool(in_script))
+    events = (
+        EventsPlan()
+        if is_sglang
+        else plan_events(options.settings, pod.spec, engine, is_in_script=bool(in_script))
+    )
     if events.is_told:
         config = with_kv_events(config)
         arguments = plan_arguments(engine, config)
@@ -205,6 +215,18 @@ def _inject(patch: Patch, options: InjectionOptions, pod: Pod, namespace: str) -
     if not arguments:
         text += _why_no_arguments(engine, config, events, bool(in_script))
     return text + (events.said if arguments or in_script else "")
+
+
+def _without_offloading(request: PodRequest) -> PodRequest:
+    """Return what a pod with SGLang requests.
+
+    Raises:
+        DeclinedError: It requests what only vLLM has.
+    """
+    if request.connector == "offloading-tier" or request.replace_connector:
+        name = REPLACE if request.replace_connector else CONNECTOR
+        raise DeclinedError(f"the pod runs SGLang, and {name} is about vLLM: remove it")
+    return dataclasses.replace(request, connector="lmcache")
 
 
 def _add_host_memory(
@@ -270,7 +292,7 @@ def _why_no_arguments(
     if runs_ray(engine):
         kwargs = engine_kwargs(config, events.config)
         return f"{text}Ray starts vLLM later: put into engine_kwargs {kwargs}"
-    return f"{text}what it runs is not vLLM's server itself"
+    return f"{text}what it runs is not the engine's server itself"
 
 
 def _check_pod(spec: PodSpec) -> None:

@@ -234,8 +234,9 @@ class PageCache:
         """Store pages from these slots, behind these events; `num_stored` counts it when it has
         ended.
         """
-        is_refused = self._num_storing + len(keys) > MAX_STORING_PAGES
-        self._num_storing += len(keys)
+        with self._lock:
+            is_refused = self._num_storing + len(keys) > MAX_STORING_PAGES
+            self._num_storing += len(keys)
         self._offloads.put(_Store(tuple(keys), slots, events, is_refused or not self._root))
 
     @property
@@ -377,7 +378,8 @@ class PageCache:
                     is_stored = not store.is_refused and self._store_pages(store)
             finally:
                 if store is not None:
-                    self._num_storing -= len(store.keys)
+                    with self._lock:
+                        self._num_storing -= len(store.keys)
                     self._results.put(is_stored)
                 self._offloads.task_done()
 
