@@ -1,4 +1,4 @@
-"""Runs before vLLM is told to end: waits until no more requests come, then until those that it has are answered.
+"""Runs before vLLM or SGLang is told to end: waits until no more requests come, then until those that it has are answered.
 
 Arguments: the URL of its /metrics; seconds in which requests may still come; seconds after which nothing is waited for any more.
 """
@@ -9,7 +9,10 @@ import sys
 import time
 import urllib.request
 
-GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+GAUGES = (
+    *("vllm:num_requests_running", "vllm:num_requests_waiting"),
+    *("sglang:num_running_reqs", "sglang:num_queue_reqs"),
+)
 OWN_CERTIFICATE = ssl._create_unverified_context()  # noqa: S323 (this pod asks itself)
 
 

@@ -17,6 +17,9 @@
 {{- include "lmcache.refuseGateway" (dict "model" . "name" $name) }}
 {{- include "lmcache.refuseWeights" (dict "model" . "name" $name) }}
 {{- include "lmcache.refuseGpus" (dict "model" . "name" $name) }}
+{{- if eq .engine "sglang" }}
+{{- include "lmcache.refuseSglang" (dict "model" . "name" $name) }}
+{{- end }}
 {{- include "lmcache.refuseArguments" (dict "model" . "name" $name "place" "command" "words" (include "lmcache.optionsOfCommand" . | fromJsonArray)) }}
 {{- include "lmcache.refuseArguments" (dict "model" . "name" $name "place" "extraArgs" "words" .extraArgs) }}
 {{- range .extraEnv }}
@@ -46,7 +49,7 @@
 {{- if not (kindIs "invalid" (dig "replicaCount" nil $entry)) }}
 {{- fail (printf "models.%s.replicaCount is set, but the model has prefill and decode: set replicaCount in each of them." $name) }}
 {{- end }}
-{{- range $option := list "connector" "tensorParallelSize" "httpRoute" "inferencePool" }}
+{{- range $option := list "engine" "connector" "tensorParallelSize" "httpRoute" "inferencePool" }}
 {{- if hasKey (get $entry $role) $option }}
 {{- fail (printf "models.%s.%s.%s is set, but prefill and decode have it in common: set models.%s.%s." $name $role $option $name $option) }}
 {{- end }}
@@ -120,7 +123,7 @@
 {{- if $isVllm }}
 {{- $options = append $options . }}
 {{- end }}
-{{- if or (and (eq . "serve") (eq (base $before) "vllm")) (and (hasPrefix "vllm." .) (eq $before "-m")) }}
+{{- if or (and (eq . "serve") (has (base $before) (list "vllm" "sglang"))) (and (regexMatch "^(vllm|sglang)[.]" .) (eq $before "-m")) }}
 {{- $isVllm = true }}
 {{- end }}
 {{- $before = . }}
@@ -138,7 +141,7 @@
 {{- $parts := splitn "=" 2 $word }}
 {{- $option := replace "_" "-" $parts._0 }}
 {{- $value := $parts._1 | default (index $following $index) }}
-{{- if and (gt (int $.model.tensorParallelSize) 1) (has $option (list "--tensor-parallel-size" "-tp")) }}
+{{- if and (gt (int $.model.tensorParallelSize) 1) (has $option (list "--tensor-parallel-size" "-tp" "--tp-size" "--tp")) }}
 {{- fail (printf "%s: %s has %s, but tensorParallelSize is %v: set one of them." $.name $.place $word $.model.tensorParallelSize) }}
 {{- end }}
 {{- if has $option (list "--pipeline-parallel-size" "-pp") }}

@@ -1,3 +1,9 @@
+{{/* What starts a model's engine. Takes: model (merged). */}}
+{{- define "lmcache.engineCommand" -}}
+{{- $modules := dict "vllm" "vllm.entrypoints.openai.api_server" "sglang" "sglang.launch_server" -}}
+{{- .model.command | default (list "python3" "-m" (get $modules .model.engine)) | toYaml -}}
+{{- end -}}
+
 {{/* Arguments of vLLM. Takes: root, model (merged). */}}
 {{- define "lmcache.vllmArgs" -}}
 - --model
