@@ -224,7 +224,7 @@ clean: ## Remove the virtual environment, tools and caches
 
 # --- Set-up, not listed by `make help` -------------------------------------------------------------------------------
 # What CI's jobs install
-environments: $(VENV)/.tools $(VLLM_HOME)/$(VLLM)/.ready $(LMCACHE_HOME)/venv/.ready
+environments: $(VENV)/.tools $(VLLM_HOME)/$(VLLM)/.ready $(SGLANG_HOME)/$(SGLANG)/.ready $(LMCACHE_HOME)/venv/.ready
 
 $(VENV)/bin/python:
 	@echo "[1/4] Creating a virtual environment in $(VENV)"
