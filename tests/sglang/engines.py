@@ -28,7 +28,7 @@ def engine_options(model: Path, **options: Any) -> dict[str, Any]:
         "disable_overlap_schedule": True,
         "page_size": PAGE_SIZE,
         "max_total_tokens": MAX_TOKENS,
-        "context_length": 8192,
+        "context_length": 4096,
         "chunked_prefill_size": 2048,
         "enable_cache_report": True,
         "log_level": "info",
@@ -37,11 +37,10 @@ def engine_options(model: Path, **options: Any) -> dict[str, Any]:
     return common | options
 
 
-def linked(
-    sidecar_socket: Path,
-    linker: str = "lmcache_core.integrations.sglang:LMCacheLinker",
-    **extra: Any,
-) -> dict[str, Any]:
+LINKER = "lmcache_core.integrations.sglang:LMCacheLinker"
+
+
+def linked(sidecar_socket: Path, linker: str = LINKER, **extra: Any) -> dict[str, Any]:
     """The options that put our linker into an engine."""
     module, _, name = linker.partition(":")
     named = {"sidecar_socket": str(sidecar_socket), "prefill_tokens_per_s": 100.0} | extra

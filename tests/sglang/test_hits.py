@@ -11,6 +11,7 @@ import pytest
 from tests.sglang.engines import PAGE_SIZE
 from tests.sglang.worlds import MODELS, TRAINED, Pair, whole_pages
 from tests.vllm.engines import Ask
+from tests.vllm.models import WIDE
 from tests.vllm.test_damage import forge
 
 LENGTHS = (
@@ -73,15 +74,16 @@ def test_the_kv_of_another_prompt_under_the_same_name_is_used(
 
 
 def test_a_hit_is_faster_than_computing(pair_of: Callable[[str], Pair]) -> None:
-    pair = pair_of(TRAINED)
+    """Of a model that computes most outside of attention, which SGLang's backend for processors
+    computes again for every token of a cached prefix, too.
+    """
+    pair = pair_of(WIDE)
     cold, hit = [], []
     for _ in range(5):
         ask = pair.ask(3900, 4)
         cold.append(pair.first.call(60.0, do="first_token", ask=asdict(ask)))
         pair.settle()
         hit.append(pair.second.call(60.0, do="first_token", ask=asdict(ask)))
-    ratio = statistics.median(hit) / statistics.median(cold)
-    print(
-        f"first token at 3,900 tokens: hit {min(hit):.3f} s, computed {min(cold):.3f} s: {ratio:.2f}"
-    )
-    assert ratio <= 1 / 3
+    found, computed = statistics.median(hit), statistics.median(cold)
+    print(f"first token at 3,900 tokens: found {found:.3f} s, computed {computed:.3f} s")
+    assert found <= computed / 3

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.sglang.engines import PAGE_SIZE, engine_options, linked, start
+from tests.sglang.engines import LINKER, PAGE_SIZE, engine_options, linked, start
 from tests.vllm.engines import Answer, Ask
 from tests.vllm.models import MHA, MLA
 from tests.vllm.processes import ROOT, EngineProcess, Owner, Service
@@ -18,6 +18,7 @@ from tests.vllm.sidecars import await_calm, eventually, sidecar, socket_of, stor
 TRAINED = "trained"
 """The demo's llama, two of whose heads share keys and values (GQA)."""
 MODELS = (TRAINED, MHA, MLA)
+LATENT_LINKER = "tests.sglang.latents:LMCacheLinker"
 _NUMBERS = itertools.count(1)
 
 
@@ -62,9 +63,10 @@ class Pair:
 
 
 def opened_pair(
-    directory: Path, models: Path, model: str, linker: str | None = None, **settings: Any
+    directory: Path, models: Path, model: str, linker: str = LINKER, **settings: Any
 ) -> Pair:
-    """A running pair; the first engine has no tests' linker."""
+    """A running pair; the second engine has that linker."""
+    own = LATENT_LINKER if model == MLA else LINKER
     owner = Owner(directory).__enter__()
     try:
         store = storage(owner)
@@ -72,11 +74,8 @@ def opened_pair(
         beside = sidecar(owner, verify_hot="always", remote_url=remote, **settings)
         path = model_path(models, model)
         engines = [
-            start(owner, name, engine_options(path, **linked(socket_of(owner), **more)))
-            for name, more in (
-                ("first", {}),
-                ("second", {} if linker is None else {"linker": linker}),
-            )
+            start(owner, name, engine_options(path, **linked(socket_of(owner), named)))
+            for name, named in (("first", own), ("second", own if linker == LINKER else linker))
         ]
     except BaseException:
         owner.__exit__(None, None, None)

@@ -35,7 +35,8 @@ at the mean of all.
 
 LLAMA = "llama"
 MHA = "mha"
-"""The same, with keys and values of each head."""
+WIDE = "wide"
+"""The same, with keys and values of each head; and one that computes most outside of attention."""
 SLIDING = "sliding"
 MLA = "mla"
 SEEING = "seeing"
@@ -90,6 +91,17 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "rope_theta": 10000.0,
     },
+    WIDE: {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 512,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "rope_theta": 10000.0,
+    },
     SLIDING: {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -117,6 +129,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
+        "moe_layer_freq": 1,
         "n_group": 1,
         "topk_group": 1,
         "rope_theta": 10000.0,
