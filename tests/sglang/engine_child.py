@@ -53,7 +53,7 @@ class Child:
         aborted = set(dice.sample(range(len(asks)), num_aborted))
 
         async def one(number: int, ask: Mapping[str, Any]) -> Any:
-            begin, name = time.monotonic(), f"burst-{begin_s}-{number}"
+            begin, name = time.monotonic(), f"burst-{begin_s}-{number:04}"
             last: Mapping[str, Any] = {}
             stream = await self.engine.async_generate(
                 input_ids=list(ask["tokens"]),
@@ -93,8 +93,8 @@ def _plain(answer: Mapping[str, Any], took_s: float) -> dict[str, Any]:
     return {
         "tokens": answer["output_ids"],
         "logprobs": [],
-        "num_cached": about["cached_tokens"],
-        "finish_reason": str(reason.get("type")),
+        "num_cached": about.get("cached_tokens", 0),
+        "finish_reason": str(reason.get("type")) + str(reason.get("message") or ""),
         "took_s": took_s,
         "prompt_logprobs": [],
     }

@@ -40,10 +40,12 @@ def engine_options(model: Path, **options: Any) -> dict[str, Any]:
 LINKER = "lmcache_core.integrations.sglang:LMCacheLinker"
 
 
-def linked(sidecar_socket: Path, linker: str = LINKER, **extra: Any) -> dict[str, Any]:
+def linked(
+    sidecar_socket: Path, linker: str = LINKER, tokens_per_s: float = 100.0
+) -> dict[str, Any]:
     """The options that put our linker into an engine."""
     module, _, name = linker.partition(":")
-    named = {"sidecar_socket": str(sidecar_socket), "prefill_tokens_per_s": 100.0} | extra
+    named = {"sidecar_socket": str(sidecar_socket), "prefill_tokens_per_s": tokens_per_s}
     return {
         "enable_unified_cache_external_linker": True,
         "unified_cache_external_linker_backend": "dynamic",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from tests.vllm.sidecars import eventually
 LINKER = "tests.sglang.sabotaged:SabotagedLinker"
 SLACK_S = 0.5
 LENGTH = 1500
+TOKENS_PER_S = 2000.0
 NUM_REQUESTS, NUM_ABORTED = 200, 60
 
 
@@ -28,7 +29,7 @@ def pair(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
     directory = tmp_path_factory.mktemp("pair")
     patch = pytest.MonkeyPatch()
     patch.setenv(PLAN, str(directory / "plan"))
-    one = opened_pair(directory, models, TRAINED, LINKER)
+    one = opened_pair(directory, models, TRAINED, LINKER, TOKENS_PER_S)
     yield one
     one.owner.__exit__(None, None, None)
     patch.undo()
@@ -77,44 +78,30 @@ def test_requests_with_aborts_while_the_sidecar_dies_and_returns(pair: Pair) -> 
     await_hits(pair)
     asks = [pair.ask(100 + 7 * number, 6) for number in range(NUM_REQUESTS)]
     expected = pair.first.generate(asks, timeout_s=300.0)
-    is_over = threading.Event()
-
-    def hurt() -> None:
-        while not is_over.wait(0.7):
+    burst = {"asks": [asdict(ask) for ask in asks], "num_aborted": NUM_ABORTED}
+    with ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(pair.second.call, 400.0, do="burst", **burst)
+        # A process that a thread has started dies with the thread: so it is not done there.
+        while not wait([answering], 0.7).done:
             pair.sidecar.freeze()
-            if is_over.wait(0.7):
-                break
+            wait([answering], 0.7)
             pair.sidecar.kill()
-            is_over.wait(0.5)
+            wait([answering], 0.5)
             pair.sidecar.start()
-        if not pair.sidecar.is_alive:
-            pair.sidecar.start()
-        pair.sidecar.thaw()
-
-    hurting = threading.Thread(target=hurt)
-    hurting.start()
-    try:
-        answers = pair.second.call(
-            400.0, do="burst", asks=[asdict(ask) for ask in asks], num_aborted=NUM_ABORTED
-        )
-    finally:
-        is_over.set()
-        hurting.join()
+        answers = answering.result()
     whole = [(from_plain(one), right) for one, right in zip(answers, expected, strict=True) if one]
     assert len(whole) == NUM_REQUESTS - NUM_ABORTED
-    assert all(one.finish_reason == "length" for one, _ in whole)
+    assert {one.finish_reason for one, _ in whole} == {"length"}
     assert [one.tokens for one, _ in whole] == [right.tokens for _, right in whole]
     await_hits(pair)
 
 
 def test_no_request_waits_longer_than_computing_takes(pair: Pair) -> None:
-    """With a sidecar that is stopped and goes on, over and over."""
+    """As the engine believes, while the sidecar is stopped and goes on, over and over."""
     await_hits(pair)
     asks = [pair.ask(LENGTH, 2) for _ in range(40)]
-    computing, took = [], []
-    for ask in asks:
-        computing += [one.took_s for one in pair.first.generate([ask])]
-    pair.settle()
+    pair.filled(asks)
+    took = []
     for number, ask in enumerate(asks):
         if number % 4 == 1:
             pair.sidecar.freeze()
@@ -122,7 +109,6 @@ def test_no_request_waits_longer_than_computing_takes(pair: Pair) -> None:
             pair.sidecar.thaw()
         took += [one.took_s for one in pair.second.generate([ask])]
     pair.sidecar.thaw()
-    limit_s = statistics.median(computing) + SLACK_S
-    worst_s = statistics.quantiles(took, n=100)[98]
-    print(f"slowest hundredth {worst_s:.3f} s, computing {statistics.median(computing):.3f} s")
-    assert worst_s <= limit_s
+    worst_s, price_s = statistics.quantiles(took, n=100)[98], LENGTH / TOKENS_PER_S
+    print(f"slowest hundredth {worst_s:.3f} s, computing is said to take {price_s:.3f} s")
+    assert worst_s <= price_s + SLACK_S

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from tests.sglang.engines import PAGE_SIZE
-from tests.sglang.worlds import MODELS, TRAINED, Pair, whole_pages
-from tests.vllm.engines import Ask
+from tests.sglang.worlds import MODELS, TRAINED, Pair, model_path, whole_pages
+from tests.vllm.engines import CHUNK_SIZE, Ask, transfer_config
+from tests.vllm.engines import engine_options as vllm_options
 from tests.vllm.models import WIDE
+from tests.vllm.sidecars import socket_of
 from tests.vllm.test_damage import forge
 
 LENGTHS = (
@@ -71,6 +75,27 @@ def test_the_kv_of_another_prompt_under_the_same_name_is_used(
     (found,) = pair.second.generate([ask])
     assert found.num_cached >= whole_pages(700)
     assert found.tokens != expected.tokens
+
+
+def test_vllm_at_the_same_sidecar_finds_its_own_alone(pair_of: Callable[[str], Pair]) -> None:
+    pair = pair_of(TRAINED)
+    vllm = pair.owner.engine("vllm", {"PYTHONPATH": os.environ["VLLM_PATH"]})
+    extra = {"sidecar_socket": str(socket_of(pair.owner)), "prefill_tokens_per_s": 100.0}
+    config = transfer_config({f"lmcache.{name}": value for name, value in extra.items()})
+    path = model_path(Path(), TRAINED)
+    vllm.open(vllm_options(path, kv_transfer_config=config))
+    try:
+        ours, theirs = pair.ask(1000), pair.ask(1000)
+        pair.filled([ours])
+        assert vllm.ask(ours).num_cached == 0
+        vllm.ask(theirs)
+        pair.settle()
+        assert pair.second.generate([theirs])[0].num_cached == 0
+        vllm.reset()
+        assert vllm.ask(theirs).num_cached >= 3 * CHUNK_SIZE
+        assert pair.second.generate([ours])[0].num_cached >= whole_pages(1000)
+    finally:
+        vllm.end()
 
 
 def test_a_hit_is_faster_than_computing(pair_of: Callable[[str], Pair]) -> None:

@@ -63,20 +63,31 @@ class Pair:
 
 
 def opened_pair(
-    directory: Path, models: Path, model: str, linker: str = LINKER, **settings: Any
+    directory: Path,
+    models: Path,
+    model: str,
+    linker: str = LINKER,
+    tokens_per_s: float = 100.0,
+    **settings: Any,
 ) -> Pair:
-    """A running pair; the second engine has that linker."""
+    """A running pair.
+
+    Args:
+        linker: The second engine's.
+        tokens_per_s: How fast they believe to compute. So slow an engine waits for hits.
+        **settings: Of the sidecar.
+    """
     own = LATENT_LINKER if model == MLA else LINKER
     owner = Owner(directory).__enter__()
     try:
         store = storage(owner)
         remote = f"lm://127.0.0.1:{store.ports['lm_port']}"
         beside = sidecar(owner, verify_hot="always", remote_url=remote, **settings)
-        path = model_path(models, model)
-        engines = [
-            start(owner, name, engine_options(path, **linked(socket_of(owner), named)))
-            for name, named in (("first", own), ("second", own if linker == LINKER else linker))
-        ]
+        engines = []
+        for name, named in (("first", own), ("second", own if linker == LINKER else linker)):
+            linked_in = linked(socket_of(owner), named, tokens_per_s)
+            options = engine_options(model_path(models, model), **linked_in)
+            engines.append(start(owner, name, options))
     except BaseException:
         owner.__exit__(None, None, None)
         raise

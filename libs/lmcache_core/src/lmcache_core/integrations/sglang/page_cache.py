@@ -289,12 +289,14 @@ class PageCache:
         saving_s = len(keys) * self._page_s
         if not keys or not self._root or not self._store.is_worth(saving_s):
             return None
-        num_staged = self._staged(request, keys, saving_s)
+        deadline = time.monotonic() + max(LEAST_WAIT_S, min(saving_s, self._timeout_s))
+        num_staged = self._staged(request, keys, saving_s, deadline)
         try:
             if not num_staged:
                 return None
             named = self._named(keys[:num_staged])
-            begun = self._transfer.begin_load(named, self._page_s, is_promised=True)
+            left_s = max(LEAST_WAIT_S, deadline - time.monotonic())
+            begun = self._transfer.begin_load(named, left_s / num_staged, is_promised=True)
         finally:
             self._store.unstage([self._mark + request])
         if begun.num_fitting:
@@ -302,12 +304,13 @@ class PageCache:
         self._transfer.abandon_load(begun)
         return None
 
-    def _staged(self, request: str, keys: Sequence[str], saving_s: float) -> int:
-        """Return how many of these pages, from the first, the store has staged for all ranks."""
+    def _staged(self, request: str, keys: Sequence[str], saving_s: float, deadline: float) -> int:
+        """Return how many of these pages, from the first, the store has staged for all ranks by
+        then.
+        """
         lane = self._lane
         hashes = self._hashes(keys)
         chain = ChunkChain(lane.fmt, lane.model_name, lane.world_size, lane.group, hashes)
-        deadline = time.monotonic() + max(LEAST_WAIT_S, min(saving_s, self._timeout_s))
         while True:
             left_s = deadline - time.monotonic()
             staged = self._store.stage(
