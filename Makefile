@@ -82,7 +82,8 @@ test-vllm: $(VENV)/.tools $(VLLM_HOME)/venv/.ready $(VLLM_HOME)/$(VLLM)/.ready #
 test-vllm-releases:
 	@for release in $(VLLM_RELEASES) $(VLLM_AHEAD); do $(MAKE) --no-print-directory test-vllm VLLM=$$release SMOKE=$$smoke || exit; smoke=1; done
 
-test-sglang: $(VENV)/.tools $(VLLM_HOME)/$(VLLM)/.ready $(SGLANG_HOME)/$(SGLANG)/.ready ## Run the linker inside a real SGLang, on the CPU
+# Not listed: the linker inside a real SGLang, on the CPU
+test-sglang: $(VENV)/.tools $(VLLM_HOME)/$(VLLM)/.ready $(SGLANG_HOME)/$(SGLANG)/.ready
 	@PYTHONPATH=$(SGLANG_PATH) VLLM_PATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -v -c tests/sglang/pytest.ini tests/sglang
 
 # Not listed: a released LMCache with our cache_storage as its remote tier

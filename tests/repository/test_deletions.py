@@ -130,8 +130,8 @@ ALLOWED: Final = {
     ),
     "no KV: can be made again from what is kept": (
         "lmcache_core/blend/certify.py: load_model.eval",
-        "lmcache_core/integrations/common/file_digests.py: _remember.replace",
-        "lmcache_core/integrations/common/file_digests.py: _remember.unlink",
+        "lmcache_core/integrations/file_digests.py: _remember.replace",
+        "lmcache_core/integrations/file_digests.py: _remember.unlink",
         "lmcache_core/storage/disk/lock.py: DirectoryLock._lock.ftruncate",
         "lmcache_servicekit/problems.py: DELETE",
         "lmcache_servicekit/requests.py: DELETE",

@@ -31,7 +31,7 @@ MANIFESTS = sorted(
 # Imported only where they are there anyway: by vLLM's process, by a type checker, and where the
 # doctor reads another package's settings.
 GIVEN = {
-    "lmcache-core": {"vllm", "prometheus-client", "typing-extensions"},
+    "lmcache-core": {"sglang", "vllm", "prometheus-client", "typing-extensions"},
     "lmcache-ctl": {"lmcache-servicekit"},
 }
 EXTRA = re.compile(r"\./((?:libs|services)/\w+)\[([a-z0-9,_]+)\]")

@@ -170,7 +170,7 @@ def test_the_demo_ends_as_the_readme_says() -> None:
 def test_the_first_screen_answers_what_a_visitor_asks() -> None:
     """What it is, for whom, how much against what they run, how to try it, what it does not do."""
     for answer in (
-        "vLLM on Kubernetes",
+        "vLLM and SGLang on Kubernetes",
         "**Use it if**",
         "**Skip it if**",
         "Not in this release",

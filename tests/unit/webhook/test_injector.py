@@ -548,7 +548,8 @@ def test_events_go_through_a_script_in_plain_words(
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"), [("kserve", "it names the connector already"), ("ray_worker", "not the engine's")]
+    ("shape", "said"),
+    [("kserve", "it names the connector already"), ("ray_worker", "the engine's")],
 )
 def test_a_pod_whose_command_line_stays_publishes_nothing_more(
     shape: str, said: str, options: InjectionOptions
@@ -645,7 +646,7 @@ ARENA_VOLUME = {"name": "lmcache-arena", "emptyDir": {}}
         (asking(container="x"), "no container 'x', which lmcache.io/container names: it has vllm"),
         (pod(container(args=["--kv_transfer_config={}"])), "--kv_transfer_config already"),
         (having("LMCACHE_CHUNK_SIZ", "256"), "options that the connector cannot read"),
-        (pod(container(command=["sh", "-c", "a; vllm serve m"])), "starts its engine in a shell script"),
+        (pod(container(command=["sh", "-c", "a; vllm serve m"])), "its engine in a shell script"),
         (pod(container(), hostNetwork=True), "leave hostNetwork out"),
         (pod(container(), os={"name": "windows"}), "the sidecar runs on Linux"),
         (pod(container(), resources={"limits": {"memory": "64Gi"}}), "spec.resources"),

@@ -1,3 +1,3 @@
-"""Adapters to serving engines. Each module needs the engine that it is named after; this package
-imports none.
+"""Adapters to serving engines. Each package needs the engine that it is named after; the modules
+beside them are any engine's, and import none.
 """

@@ -86,7 +86,7 @@ class Given:
                 setattr(config, name, options.pop(name))
         return identity_of(
             *(self.settings, config, self.pool, self.ranks, dict(self.variables), self.release),
-            **options,
+            options,
         )
 
     def root(self, **options: Any) -> bytes:
@@ -106,7 +106,7 @@ def given(tmp_path: Path) -> Given:
 def test_the_same_model_at_another_path_is_the_same(given: Given, tmp_path: Path) -> None:
     before = given.root()
     given.settings["model_path"] = str(make_model(tmp_path / "b", "weights", "model"))
-    given.variables = (("SGLANG_RUN_ID", "1"), ("PATH", "/bin"))
+    given.variables = (("SGLANG_RUN_ID", "1"),)
     assert given.root() == before
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from lmcache_core.integrations.common import file_digests
+from lmcache_core.integrations import file_digests
 from lmcache_core.integrations.vllm import adapters as module
 from lmcache_core.integrations.vllm.adapters import Adapters
 from lmcache_core.integrations.vllm.identity import KVIdentity

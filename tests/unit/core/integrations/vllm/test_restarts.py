@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lmcache_core.integrations.common import weights
-from lmcache_core.integrations.common.file_digests import file_digests
+from lmcache_core.integrations import weights
+from lmcache_core.integrations.file_digests import file_digests
 from lmcache_core.integrations.vllm.groups import cache_groups
 from lmcache_core.integrations.vllm.identity import identity_of
 from lmcache_core.integrations.vllm.kv_settings import VLLM_SETTINGS

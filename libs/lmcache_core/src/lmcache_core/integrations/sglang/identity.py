@@ -12,18 +12,18 @@ from typing import Any
 
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.errors import LayoutError
-from lmcache_core.integrations.common.settings import digest_of
-from lmcache_core.integrations.common.weights import (
-    adapter_fingerprint,
-    downloaded_folder,
-    model_fingerprint,
-    shared_name,
-)
+from lmcache_core.integrations.reviewed_settings import digest_of
 from lmcache_core.integrations.sglang.pools import Pool
 from lmcache_core.integrations.sglang.server_settings import (
     ALL_SETTINGS,
     VARIABLES,
     server_fingerprint,
+)
+from lmcache_core.integrations.weights import (
+    adapter_fingerprint,
+    downloaded_folder,
+    model_fingerprint,
+    shared_name,
 )
 
 FMT = "sglang"
@@ -67,19 +67,17 @@ def identity_of(
     ranks: Ranks,
     variables: Mapping[str, str],
     release: str,
-    *,
-    model_name: str | None = None,
-    revision: str | None = None,
+    named: Mapping[str, str | None],
 ) -> LMCacheEngineMetadata:
     """Describe the KV of a rank.
 
     Args:
         settings: SGLang's server arguments, resolved.
         model_config: SGLang's `ModelConfig`.
-        variables: Environment variables.
+        variables: SGLang's environment variables that are set.
         release: SGLang's version.
-        model_name: Name under which KV is shared; None: the model's.
-        revision: Name of the weights; None: that of their content.
+        named: The options `model_name`, under which KV is shared, by default the model's; and
+            `revision`, the name of the weights, by default that of their content.
 
     Raises:
         LayoutError: The KV depends on more than tokens, weights and settings, or the weights are
@@ -93,22 +91,20 @@ def identity_of(
     model = str(settings["model_path"])
     group = pool.layout.groups[0]
     facts = {
-        "weights": revision or _weights_text(settings, model_config),
+        "weights": named.get("revision") or _weights_text(settings, model_config),
         "settings": server_fingerprint(settings),
         "model": ALL_SETTINGS.fingerprint(model_config.hf_config, "hf_config"),
         "dtype": str(getattr(model_config, "dtype", "")),
         "adapters": _adapters_text(settings.get("lora_paths") or ()),
         "scales": _file_text(settings.get("quantization_param_path")),
         "variables": {
-            name: value
-            for name, value in sorted(variables.items())
-            if name.startswith("SGLANG_") and name not in VARIABLES
+            name: value for name, value in sorted(variables.items()) if name not in VARIABLES
         },
     }
     num_ranks = 1 if pool.is_latent else ranks.size
     page_size = int(settings["page_size"])
     return LMCacheEngineMetadata(
-        model_name or shared_name(model),
+        named.get("model_name") or shared_name(model),
         num_ranks,
         0 if pool.is_latent else ranks.rank,
         FMT,

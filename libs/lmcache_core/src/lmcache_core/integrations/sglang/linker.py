@@ -31,10 +31,11 @@ from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
 from lmcache_core.gpu_connectors.engine_memory import LogicalMemory
 from lmcache_core.gpu_connectors.streams import has_streams
-from lmcache_core.integrations.common.options import PREFIX, OptionReader
+from lmcache_core.integrations.connector_options import PREFIX, OptionReader
 from lmcache_core.integrations.sglang.identity import Ranks, identity_of
 from lmcache_core.integrations.sglang.page_cache import PageCache
 from lmcache_core.integrations.sglang.pools import Pool, pool_of
+from lmcache_core.integrations.sglang.server_settings import set_variables
 from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
@@ -89,10 +90,9 @@ class LMCacheLinker(UnifiedCacheLinker):
             _model_config(server_args),
             pool,
             ranks,
-            os.environ,
+            set_variables(),
             sglang.__version__,
-            model_name=own["model_name"],
-            revision=own["revision"],
+            own,
         )
         counters = Counters()
         self._guard = DegradingGuard(counters, raised=())

@@ -7,10 +7,11 @@ Source: `arg_groups/fields/` of SGLang 0.5.23.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from lmcache_core.integrations.common.settings import ReviewedSettings
+from lmcache_core.integrations.reviewed_settings import ReviewedSettings
 
 ALL_SETTINGS: Final = ReviewedSettings({}, {})
 
@@ -92,6 +93,11 @@ SETTINGS_WITHOUT_KV: Final[Mapping[str, str]] = {
 VARIABLES: Final = frozenset({"SGLANG_RUN_ID"})
 """Environment variables of SGLang that cannot change the KV."""
 _LISTED: Final = frozenset(" ".join(SETTINGS_WITHOUT_KV.values()).split())
+
+
+def set_variables() -> dict[str, str]:
+    """Return those of SGLang's environment variables that are set."""
+    return {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")}
 
 
 def server_fingerprint(settings: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.errors import LayoutError
-from lmcache_core.integrations.common.weights import (
+from lmcache_core.integrations.weights import (
     adapter_fingerprint,
     downloaded_folder,
     files_of,

@@ -27,7 +27,7 @@ from lmcache_core._typing import override
 from lmcache_core.engine.guard import DegradingGuard
 from lmcache_core.engine.stores import SidecarClient
 from lmcache_core.errors import ConfigError, LayoutError
-from lmcache_core.integrations.common.options import PREFIX
+from lmcache_core.integrations.connector_options import PREFIX
 from lmcache_core.integrations.vllm.groups import (
     cache_groups,
     check_chunk_size,

@@ -14,10 +14,10 @@ import torch
 
 from lmcache_core.config import LMCacheEngineMetadata
 from lmcache_core.errors import LayoutError
-from lmcache_core.integrations.common.weights import model_fingerprint, shared_name
 from lmcache_core.integrations.vllm.groups import CacheGroup
 from lmcache_core.integrations.vllm.kv_settings import VLLM_SETTINGS, settings_fingerprint
 from lmcache_core.integrations.vllm.options import BLOCKS, ConnectorOptions
+from lmcache_core.integrations.weights import model_fingerprint, shared_name
 
 FMT = "vllm"
 

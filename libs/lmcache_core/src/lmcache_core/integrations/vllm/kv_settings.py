@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from lmcache_core.integrations.common.settings import ReviewedSettings, digest_of
+from lmcache_core.integrations.reviewed_settings import ReviewedSettings, digest_of
 
 CLASSES_WITHOUT_KV: Final = {
     "AudioDummyOptions": "sizes of examples by which memory is measured",

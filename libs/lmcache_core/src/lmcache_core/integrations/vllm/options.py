@@ -9,7 +9,7 @@ from typing import Any
 
 from lmcache_core.config import LMCacheEngineConfig
 from lmcache_core.errors import ConfigError
-from lmcache_core.integrations.common.options import PREFIX, OptionReader
+from lmcache_core.integrations.connector_options import PREFIX, OptionReader
 
 logger = logging.getLogger(__name__)
 

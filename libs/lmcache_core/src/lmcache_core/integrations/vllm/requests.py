@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lmcache_core.integrations.common.options import PREFIX
+from lmcache_core.integrations.connector_options import PREFIX
 from lmcache_core.integrations.vllm.adapters import Adapters
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup
 from lmcache_core.integrations.vllm.identity import KVIdentity

@@ -33,7 +33,6 @@ from lmcache_core.engine.stores import SidecarClient, create_chunk_store, sideca
 from lmcache_core.engine.transfer import KVTransfer, NamedChunk
 from lmcache_core.errors import ConfigError, LayoutError, UnavailableError
 from lmcache_core.gpu_connectors import GPUConnectorInterface
-from lmcache_core.integrations.common.weights import shared_name
 from lmcache_core.integrations.vllm.groups import described
 from lmcache_core.integrations.vllm.identity import (
     block_text,
@@ -45,6 +44,7 @@ from lmcache_core.integrations.vllm.kv_settings import VLLM_SETTINGS, set_variab
 from lmcache_core.integrations.vllm.memory import create_scales
 from lmcache_core.integrations.vllm.options import read_options
 from lmcache_core.integrations.vllm.tier_events import TierEvents
+from lmcache_core.integrations.weights import shared_name
 from lmcache_core.keys import CacheEngineKey, Lane
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.sidecar import SidecarChunkStore

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 from lmcache_core.errors import LayoutError
-from lmcache_core.integrations.common import file_digests as module
-from lmcache_core.integrations.common.file_digests import file_digests
-from lmcache_core.integrations.common.weights import adapter_fingerprint, model_fingerprint
+from lmcache_core.integrations import file_digests as module
+from lmcache_core.integrations.file_digests import file_digests
+from lmcache_core.integrations.weights import adapter_fingerprint, model_fingerprint
 
 from tests.fixtures.vllm_engine.worlds import make_adapter, make_model
 from tests.fixtures.waiting import wait_until

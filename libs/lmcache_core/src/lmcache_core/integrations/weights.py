@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.errors import LayoutError
-from lmcache_core.integrations.common.file_digests import file_digests
+from lmcache_core.integrations.file_digests import file_digests
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 """A folder without such a file has no weights."""

@@ -1,1 +1,0 @@
-"""What adapters to several serving engines need. Imports no engine."""
