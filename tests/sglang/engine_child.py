@@ -47,6 +47,15 @@ class Child:
             pass
         return took_s
 
+    def update_weights(self, path: str) -> bool:
+        """Replace the weights, without flushing the cache."""
+        flush = {"flush_cache": False}
+        request = self.engine.tokenizer_manager.update_weights_from_disk
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+        asked = UpdateWeightFromDiskReqInput(model_path=path, **flush)
+        return bool(self.engine.loop.run_until_complete(request(asked, None))[0])
+
     def burst(self, asks: Sequence[Mapping[str, Any]], num_aborted: int) -> list[Any]:
         """Answer all of them at once, while clients of some give up; None for theirs."""
         dice = random.Random(len(asks))

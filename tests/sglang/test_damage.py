@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang.worlds import TRAINED, Pair, opened_pair, whole_pages
+from tests.sglang.worlds import TRAINED, Pair, model_path, opened_pair, whole_pages
 from tests.vllm.engines import Answer, Ask
-from tests.vllm.sidecars import eventually
 
 LENGTH = 800
 DAMAGES = {
+    "intact": lambda path, other: None,
     "flipped": lambda path, other: path.write_bytes(_flipped(path.read_bytes())),
     "truncated": lambda path, other: path.write_bytes(path.read_bytes()[:-100]),
     "swapped": lambda path, other: _swap(path, other),
@@ -39,25 +39,15 @@ def pair(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
     one.owner.__exit__(None, None, None)
 
 
-def found(pair: Pair, ask: Ask) -> Answer:
-    """The second engine's answer, once it finds the whole prompt."""
-    answers: list[Answer] = []
-
-    def is_found() -> bool:
-        longer = Ask(ask.tokens[:LENGTH] + pair.ask(30).tokens, 1)
-        answers.extend(pair.second.generate([longer]))
-        return answers[-1].num_cached >= whole_pages(LENGTH)
-
-    eventually(is_found, "not found", 60.0)
-    return answers[-1]
-
-
-def check(pair: Pair, asks: Sequence[Ask], expected: Sequence[Answer]) -> None:
+def check(
+    pair: Pair, asks: Sequence[Ask], expected: Sequence[Answer], is_damaged: bool = True
+) -> None:
     """Ask the second engine: everything is answered, and rightly."""
     answers = [pair.second.generate([ask])[0] for ask in asks]
     assert [one.tokens for one in answers] == [one.tokens for one in expected]
     assert {one.finish_reason for one in answers} == {"length"}
-    assert all(one.num_cached < whole_pages(LENGTH) for one in answers), "damaged, and found"
+    are_whole = [one.num_cached >= whole_pages(LENGTH) for one in answers]
+    assert are_whole == [not is_damaged] * len(asks)
 
 
 def test_a_byte_flipped_in_memory(pair: Pair) -> None:
@@ -80,16 +70,14 @@ def test_a_byte_flipped_in_memory(pair: Pair) -> None:
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_records_damaged_on_the_disk(pair: Pair, damage: str) -> None:
     asks = [pair.ask(LENGTH) for _ in range(3)]
-    good, expected = pair.ask(LENGTH), pair.filled(asks)
-    pair.filled([good])
-    kept = set(_records(pair))
+    expected = pair.filled(asks)
     pair.sidecar.kill()
     pair.storage.kill()
     _damage(sorted(_records(pair)), DAMAGES[damage])
     pair.sidecar.start(arena_path=pair.owner.directory / f"arena-{damage}")
     pair.storage.start()
-    assert kept
-    check(pair, asks, expected)
+    pair.await_hits()
+    check(pair, asks, expected, damage != "intact")
 
 
 def _records(pair: Pair) -> list[Path]:
@@ -102,3 +90,17 @@ def _damage(records: Sequence[Path], how: Callable[[Path, Path], object]) -> Non
         how(one, other)
         if how is not DAMAGES["swapped"]:
             how(other, one)
+
+
+def test_an_engine_whose_weights_were_replaced_shares_nothing_any_more(pair: Pair) -> None:
+    """Although its own cache was not flushed."""
+    path = str(model_path(Path(), TRAINED))
+    before, after = pair.ask(LENGTH), pair.ask(LENGTH)
+    pair.await_hits()
+    pair.filled([before])
+    assert pair.first.call(60.0, do="update_weights", path=path)
+    pair.first.generate([after])
+    pair.settle()
+    assert pair.second.generate([after])[0].num_cached == 0
+    assert pair.second.generate([before])[0].num_cached >= whole_pages(LENGTH)
+    assert pair.first.generate([pair.ask(LENGTH)])[0].finish_reason == "length"

@@ -15,7 +15,6 @@ import pytest
 from tests.sglang.sabotaged import PHASES, PLAN
 from tests.sglang.worlds import TRAINED, Pair, opened_pair, whole_pages
 from tests.vllm.engines import Ask, from_plain
-from tests.vllm.sidecars import eventually
 
 LINKER = "tests.sglang.sabotaged:SabotagedLinker"
 SLACK_S = 0.5
@@ -35,22 +34,10 @@ def pair(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
     patch.undo()
 
 
-def await_hits(pair: Pair) -> None:
-    """Wait until the second engine finds what the first one stores."""
-
-    def finds() -> bool:
-        ask = pair.ask(300, 1)
-        pair.first.generate([ask])
-        time.sleep(0.2)
-        return pair.second.generate([ask])[0].num_cached >= whole_pages(300)
-
-    eventually(finds, "the engines do not come back to the sidecar", 90.0)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_sidecar_that_fails_in_a_phase(pair: Pair, phase: str, number: signal.Signals) -> None:
-    await_hits(pair)
+    pair.await_hits()
     ask, more = pair.ask(LENGTH), pair.ask(40)
     (expected,) = pair.filled([ask])
     begin = time.monotonic()
@@ -75,7 +62,7 @@ def test_a_sidecar_that_fails_in_a_phase(pair: Pair, phase: str, number: signal.
 
 
 def test_requests_with_aborts_while_the_sidecar_dies_and_returns(pair: Pair) -> None:
-    await_hits(pair)
+    pair.await_hits()
     asks = [pair.ask(100 + 7 * number, 6) for number in range(NUM_REQUESTS)]
     expected = pair.first.generate(asks, timeout_s=300.0)
     burst = {"asks": [asdict(ask) for ask in asks], "num_aborted": NUM_ABORTED}
@@ -93,12 +80,12 @@ def test_requests_with_aborts_while_the_sidecar_dies_and_returns(pair: Pair) -> 
     assert len(whole) == NUM_REQUESTS - NUM_ABORTED
     assert {one.finish_reason for one, _ in whole} == {"length"}
     assert [one.tokens for one, _ in whole] == [right.tokens for _, right in whole]
-    await_hits(pair)
+    pair.await_hits()
 
 
 def test_no_request_waits_longer_than_computing_takes(pair: Pair) -> None:
     """As the engine believes, while the sidecar is stopped and goes on, over and over."""
-    await_hits(pair)
+    pair.await_hits()
     asks = [pair.ask(LENGTH, 2) for _ in range(40)]
     pair.filled(asks)
     took = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,17 @@ class Pair:
         """Wait until everything that was computed is stored, also at the storage."""
         await_calm(self.sidecar)
         eventually(lambda: self.sidecar.get("/v1/status")["settled"], "not written everywhere")
+
+    def await_hits(self) -> None:
+        """Wait until the second engine finds what the first one stores."""
+
+        def finds() -> bool:
+            ask = self.ask(300, 1)
+            self.first.generate([ask])
+            time.sleep(0.2)
+            return self.second.generate([ask])[0].num_cached >= whole_pages(300)
+
+        eventually(finds, "the engines do not come back to the sidecar", 90.0)
 
     def filled(self, asks: Sequence[Ask]) -> list[Answer]:
         """Let the first engine compute these, and wait until the sidecar has them; its answers."""

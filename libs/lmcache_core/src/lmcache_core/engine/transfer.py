@@ -275,9 +275,14 @@ class KVTransfer:
         reason = misfits[num_fitting] if num_fitting < len(chunks) else None
         return BegunLoad(named, chunks, num_fitting, reason, is_promised)
 
+    def shorten_load(self, begun: BegunLoad, num_chunks: int) -> None:
+        """Release the chunks of a load behind this many, of those that fit."""
+        self._store.release(begun.chunks[num_chunks:])
+        begun.chunks, begun.num_fitting, begun.reason = begun.chunks[:num_chunks], num_chunks, None
+
     def abandon_load(self, begun: BegunLoad) -> None:
         """Release the chunks of a load that does not take place."""
-        self._store.release(begun.chunks)
+        self.shorten_load(begun, 0)
 
     def finish_load(
         self, begun: BegunLoad, kwargs: dict[str, Any], wanted: tuple[int, int] | None = None

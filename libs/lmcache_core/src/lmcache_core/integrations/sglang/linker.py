@@ -8,14 +8,16 @@ Source: `mem_cache/unified_cache/unified_cache_linker.py` of SGLang 0.5.23.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sglang
 import torch
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
@@ -34,13 +36,15 @@ from lmcache_core.gpu_connectors.streams import has_streams
 from lmcache_core.integrations.connector_options import PREFIX, OptionReader
 from lmcache_core.integrations.sglang.identity import Ranks, identity_of
 from lmcache_core.integrations.sglang.page_cache import PageCache
-from lmcache_core.integrations.sglang.pools import Pool, pool_of
+from lmcache_core.integrations.sglang.pools import pool_of
 from lmcache_core.integrations.sglang.server_settings import set_variables
 from lmcache_core.telemetry import Counters
 
 logger = logging.getLogger(__name__)
 
 READER = OptionReader("unified_cache_external_linker_config", "SGLang")
+UPDATES = "begin_weight_update", "update_weights_from"
+"""How the methods begin by which weights are replaced."""
 MIN_PAGE_SIZE = 16
 """A page is a record of the cache: smaller ones would cost more than they save."""
 
@@ -106,9 +110,7 @@ class LMCacheLinker(UnifiedCacheLinker):
         self._store = create_chunk_store(config, metadata, None, counters, self._workers, client)
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(pool.layout.groups[0].num_layers)
-        connector = PagedGPUConnector(
-            pool.layout, page_size if has_streams(_device_of(pool)) else 0
-        )
+        connector = PagedGPUConnector(pool.layout, page_size if has_streams(pool.device) else 0)
         transfer = KVTransfer(self._store, connector, metadata, counters, self._workers)
         self._pages = PageCache(
             self._store,
@@ -130,9 +132,10 @@ class LMCacheLinker(UnifiedCacheLinker):
             LogicalMemory(pool.layout, pool.kvcaches),
             transfer.through_store,
         )
-        if has_streams(_device_of(pool)):
-            self._store.pin_memory(_device_of(pool))
+        if has_streams(pool.device):
+            self._store.pin_memory(pool.device)
         self._pages.open()
+        _watch_weights(self._pages.begin_epoch)
         logger.info(
             "pages are cached: model=%s page_size=%d rank=%d of %d",
             metadata.model_name,
@@ -221,10 +224,19 @@ def _slots_of(transfers: Sequence[Any]) -> torch.Tensor:
     return slots.to(torch.int64)
 
 
-def _device_of(pool: Pool) -> torch.device:
-    first = pool.kvcaches[0]
-    tensor: torch.Tensor = first[0] if isinstance(first, tuple) else first
-    return tensor.device
+def _watch_weights(change: Callable[[], None]) -> None:
+    """Call `change` before SGLang replaces weights, which it may do without flushing its cache."""
+    names = [name for name in vars(SchedulerWeightUpdaterManager) if name.startswith(UPDATES)]
+    if not all(any(name.startswith(update) for name in names) for update in UPDATES):
+        raise LayoutError("this SGLang replaces weights in a way that the linker cannot see")
+    for name in names:
+        update = getattr(SchedulerWeightUpdaterManager, name)
+
+        def changing(*args: Any, update: Any = update, **more: Any) -> Any:
+            change()
+            return update(*args, **more)
+
+        setattr(SchedulerWeightUpdaterManager, name, functools.wraps(update)(changing))
 
 
 def _ranks(params: Any) -> Ranks:

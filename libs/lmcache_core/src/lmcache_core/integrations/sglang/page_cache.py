@@ -118,7 +118,7 @@ class PageCache:
         self._store = store
         self._transfer = transfer
         self._connector = connector
-        self._pool = pool
+        self._pool, self._device = pool, pool.device
         self._metadata = metadata
         self._page_size = page_size
         self._guard = guard
@@ -223,7 +223,11 @@ class PageCache:
 
         def work() -> None:
             error: BaseException | None = RuntimeError("pages were not loaded")
-            with self._guard("retrieve"), torch.inference_mode(), self._streams.own(self._device):
+            with (
+                self._guard("retrieve"),
+                torch.inference_mode(),
+                self._streams.own(self._device),
+            ):
                 are_loaded = [self._load(load, after) for load in loads]
                 error = None if all(are_loaded) else error
             when_done(error)
@@ -254,13 +258,19 @@ class PageCache:
         """
         self._loads.join()
         self._offloads.join()
-        self._release(list(self._found))
         for request in list(self._queued):
             self.cancel_load(request)
         while self.num_stored:
             self.take_stored()
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Find nothing any more that was stored before, and share nothing from now on: the weights
+        may be other ones.
+        """
         self._epoch = secrets.token_bytes(CHUNK_HASH_BYTES)
         self.use_salt(self._salt)
+        self._release(list(self._found))
 
     def close(self) -> None:
         """Finish what was begun, and release everything."""
@@ -269,12 +279,6 @@ class PageCache:
         self._offloads.put(None)
         for thread in self._threads:
             thread.join(JOIN_S)
-
-    @property
-    def _device(self) -> torch.device:
-        first = self._pool.kvcaches[0]
-        tensor: torch.Tensor = first[0] if isinstance(first, tuple) else first
-        return tensor.device
 
     def _hashes(self, keys: Sequence[str]) -> bytes:
         root = self._root
@@ -351,17 +355,17 @@ class PageCache:
         if load.begun is None:
             return False
         num_tokens = load.num_pages * self._page_size
-        load.begun.num_fitting = load.num_pages
+        self._transfer.shorten_load(load.begun, load.num_pages)
         arguments = self._arguments(load.slots, num_tokens, after)
         return self._transfer.finish_load(load.begun, arguments) == load.num_pages
 
     def _run_loads(self) -> None:
         while True:
+            with self._guard("sweep"):
+                self._release()
             try:
                 work = self._loads.get(timeout=SWEEP_S)
             except queue.Empty:
-                with self._guard("sweep"):
-                    self._release()
                 continue
             try:
                 if work is None:
@@ -377,7 +381,11 @@ class PageCache:
             try:
                 if store is None:
                     return
-                with self._guard("store"), torch.inference_mode(), self._streams.own(self._device):
+                with (
+                    self._guard("store"),
+                    torch.inference_mode(),
+                    self._streams.own(self._device),
+                ):
                     is_stored = not store.is_refused and self._store_pages(store)
             finally:
                 if store is not None:

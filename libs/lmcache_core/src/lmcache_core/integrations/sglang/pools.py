@@ -30,6 +30,13 @@ class Pool:
     kvcaches: Sequence[Any]
     is_latent: bool
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        first = self.kvcaches[0]
+        tensor: torch.Tensor = first[0] if isinstance(first, tuple) else first
+        return tensor.device
+
 
 def pool_of(kvcache: Any, page_size: int) -> Pool:
     """Describe a pool.
