@@ -136,8 +136,10 @@ def summary(results: Collection[Result]) -> str:
     """Return a table of operations that met each kind of fault, what was violated, and figures."""
     pairs: Counter[tuple[str, str]] = Counter()
     faults: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for result in results:
         faults.update(result.get("faults", {}))
+        totals.update(result.get("totals", {}))
         for kind, operation, number in result.get("pairs", ()):
             pairs[kind, operation] += number
     virtual_s = sum(result.get("virtual_s", 0) for result in results)
@@ -150,6 +152,8 @@ def summary(results: Collection[Result]) -> str:
     lines += [f"{place:>6}: {operation}" for place, operation in enumerate(operations)]
     for result in results:
         lines += _broken(result)
+    by_engines = sorted(name for name in totals if "/" not in name)
+    lines.append(" ".join(f"{name}={totals[name]}" for name in by_engines))
     num_failed = sum(bool(result["violations"]) for result in results)
     lines.append(
         f"seeds={len(results)} failed={num_failed} virtual_hours={virtual_s / 3600:.2f}"

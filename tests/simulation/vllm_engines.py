@@ -381,6 +381,7 @@ class VllmClient:
         aborted = [one for one in requests if dice.random() < 0.1]
         self._serve(requests, aborted, dice.randint(1, 16), dice.random() < RESET_CHANCE)
         totals = self._simulated.totals
+        totals["given_up"] += len(aborted)
         for request in requests:
             if request.handed_over is not None:
                 totals["prefilled"] += 1
