@@ -6,9 +6,10 @@ import logging
 import secrets
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -275,6 +276,18 @@ class KVTransfer:
         reason = misfits[num_fitting] if num_fitting < len(chunks) else None
         return BegunLoad(named, chunks, num_fitting, reason, is_promised)
 
+    @staticmethod
+    def joined_loads(loads: Sequence[BegunLoad]) -> BegunLoad:
+        """Return promised loads as one, each behind the tokens of those before it."""
+        joined, at = BegunLoad([], [], 0, None, True), 0
+        for load in loads:
+            named = load.named[: len(load.chunks)]
+            joined.named += [(at + start, at + end, key) for start, end, key in named]
+            joined.chunks += load.chunks
+            at = joined.named[-1][1]
+        joined.num_fitting = len(joined.chunks)
+        return joined
+
     def shorten_load(self, begun: BegunLoad, num_chunks: int) -> None:
         """Release the chunks of a load behind this many, of those that fit."""
         self._store.release(begun.chunks[num_chunks:])
@@ -285,16 +298,25 @@ class KVTransfer:
         self.shorten_load(begun, 0)
 
     def finish_load(
-        self, begun: BegunLoad, kwargs: dict[str, Any], wanted: tuple[int, int] | None = None
+        self,
+        begun: BegunLoad,
+        kwargs: dict[str, Any],
+        wanted: tuple[int, int] | None = None,
+        when_group: Callable[[int], None] | None = None,
     ) -> int:
-        """Do the second half of `load`, and return how many, from the first, are loaded now."""
+        """Do the second half of `load`, and return how many, from the first, are loaded now.
+
+        Args:
+            when_group: Copies one layer group after the other, of chunks that are promised and raw;
+                called with the number of each but the last once its copies have ended.
+        """
         named, chunks, num_fitting = begun.named, begun.chunks, begun.num_fitting
         num_loaded = 0
         try:
             damaged: list[Chunk] = []
             decoded: dict[int, torch.Tensor] = {}
 
-            def copy(i: int) -> bool:
+            def copy(kwargs: dict[str, Any], i: int) -> bool:
                 if damaged:  # the chunks that follow are recomputed
                     return False
                 start, end, _ = named[i]
@@ -314,10 +336,13 @@ class KVTransfer:
                 kwargs = self._gpu_connector.checked(kwargs)
                 launched = LaunchedCopies()
                 kwargs = self._gpu_connector.launching(kwargs, launched)
-                try:
-                    are_right = self._each(copy, range(num_fitting), named, kwargs)
-                finally:
-                    launched.wait()  # before their chunks are released
+                for part in self._parts(named[0], kwargs, when_group):
+                    try:
+                        are_right = self._each(
+                            partial(copy, part), range(num_fitting), named, part
+                        )
+                    finally:
+                        launched.wait()  # before their chunks are released
                 if begun.is_promised and not self._store.holds(chunks):
                     for i, chunk in enumerate(chunks[:num_fitting]):
                         are_right[i] &= (
@@ -350,6 +375,24 @@ class KVTransfer:
             self._counters.add(RETRIEVED_CHUNKS_TOTAL, count, tier)
             self._counters.add(RETRIEVED_BYTES_TOTAL, count * size, tier)
         return num_loaded
+
+    def _parts(
+        self,
+        first: NamedChunk,
+        kwargs: dict[str, Any],
+        when_group: Callable[[int], None] | None,
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of what is copied at once, of a load whose first chunk this is: all,
+        or each layer group; `when_group` is called between two.
+        """
+        if when_group is None:
+            yield kwargs
+            return
+        start, end, _ = first
+        for group in range(len(self._expected(end - start).tensors)):
+            if group:
+                when_group(group - 1)
+            yield {**kwargs, "group": group}
 
     def through_store(self, memory: MemoryObj) -> MemoryObj:
         """Return a copy of `memory` that has been through the chunk store; `memory` itself if the

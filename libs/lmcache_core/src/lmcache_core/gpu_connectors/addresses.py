@@ -70,6 +70,7 @@ class Addresses:
         end: int,
         wanted: tuple[int, int],
         writes_pages: bool,
+        group: int | None = None,
     ) -> list[tuple[int, PagedCopy]]:
         """Return one checked copy for each group, with its offset in the chunk in bytes.
 
@@ -78,6 +79,7 @@ class Addresses:
             start: The chunk's first token.
             end: One past its last token.
             wanted: The same for the tokens to copy, which were checked.
+            group: Number of the only group to copy; None: all.
 
         Raises:
             LayoutError: Some tokens were not checked, or the chunk does not fit.
@@ -89,9 +91,10 @@ class Addresses:
                 f" [{self.begin}, {self.end})"
             )
         specs = self.binding.layout.tensor_specs(end - start)
+        parts = list(zip(self.slots, specs, strict=True))
         copies = []
         try:
-            for checked, spec in zip(self.slots, specs, strict=True):
+            for checked, spec in parts if group is None else [parts[group]]:
                 blob = staged[spec.offset : spec.offset + spec.length]
                 blob = blob.view(checked.pages.dtype).view(spec.shape)
                 part = checked.part(first - self.begin, last - self.begin)

@@ -55,14 +55,16 @@ class PagedConnector(GPUConnectorInterface):
     @override
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy KV. Needs `kvcaches` and `slot_mapping`, or `addresses` instead of both; with
-        `wanted`, the first of some of the tokens and one past the last, copies only these. With
-        `decode`, the memory object is encoded, and `decode` is called with a flat uint8 tensor on
-        the pages' device, to fill it with the content on the current stream.
+        `wanted`, the first of some of the tokens and one past the last, copies only these; with
+        `group`, only the layer group of this number. With `decode`, the memory object is encoded,
+        and `decode` is called with a flat uint8 tensor on the pages' device, to fill it with the
+        content on the current stream.
         """
         wanted: tuple[int, int] = kwargs.get("wanted", (start, end))
         decode: Callable[[torch.Tensor], None] | None = kwargs.get("decode")
         addresses = self._addresses(*wanted, kwargs)
         binding = addresses.binding
+        group: int | None = kwargs.get("group")
         content = None
         if decode is None:
             check_format(memory_obj)
@@ -70,12 +72,14 @@ class PagedConnector(GPUConnectorInterface):
 
         progress, staging = kwargs.get("progress"), self._scattered
         with staging.near(content, binding, end - start, kwargs.get("after")) as staged:
-            copies = addresses.copies(staged, start, end, wanted, writes_pages=True)
+            copies = addresses.copies(staged, start, end, wanted, writes_pages=True, group=group)
             if decode is not None:
                 decode(staged)
             elif content is not None and staged is not content:
-                for part in copy_parts(content):
-                    staged[part].copy_(content[part], non_blocking=True)
+                used = _used(binding.layout, end - start, group)
+                source, target = content[used], staged[used]
+                for part in copy_parts(source):
+                    target[part].copy_(source[part], non_blocking=True)
             for offset, copy in copies:
                 for num_pages in paged_scatter_steps(copy):
                     if progress is not None:
@@ -295,6 +299,14 @@ def _launched(
     else:
         launched.read.append(read)
         launched.ended.append(ended)
+
+
+def _used(layout: KVLayout, num_tokens: int, group: int | None) -> slice:
+    """Return the bytes of a memory object that belong to a group; all if it is None."""
+    if group is None:
+        return slice(None)
+    spec = layout.tensor_specs(num_tokens)[group]
+    return slice(spec.offset, spec.offset + spec.length)
 
 
 def _content(

@@ -109,9 +109,9 @@ def identity_of(
         0 if pool.is_latent else ranks.rank,
         FMT,
         group.dtype,
-        (group.num_layers, group.sides, page_size, group.num_kv_heads, group.head_size),
+        (pool.num_layers, group.sides, page_size, group.num_kv_heads, group.head_size),
         revision=digest_of(facts),
-        layout=f"sglang/1;{release};page={page_size};tp={ranks.size}",
+        layout=f"sglang/1;{release};page={page_size};tp={ranks.size};{pool.layout.fingerprint()}",
     )
 
 

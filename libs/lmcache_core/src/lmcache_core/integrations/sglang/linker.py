@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sglang
@@ -109,7 +109,7 @@ class LMCacheLinker(UnifiedCacheLinker):
         )
         self._store = create_chunk_store(config, metadata, None, counters, self._workers, client)
         self.pools = {PoolName.KV: pool}
-        self.layer_done_counter = LayerWiseLoadCounter(pool.layout.groups[0].num_layers)
+        self.layer_done_counter = LayerWiseLoadCounter(pool.num_layers)
         connector = PagedGPUConnector(pool.layout, page_size if has_streams(pool.device) else 0)
         transfer = KVTransfer(self._store, connector, metadata, counters, self._workers)
         self._pages = PageCache(
@@ -171,14 +171,11 @@ class LMCacheLinker(UnifiedCacheLinker):
             return -1
         index: int = counter.update_producer()
 
-        def done(error: BaseException | None) -> None:
-            if error is None:
-                for layer in range(counter.num_layers):
-                    counter.complete(index, layer)
-            else:
-                counter.fail(index, error)
+        def loaded(layers: Iterable[int]) -> None:
+            for layer in layers:
+                counter.complete(index, layer)
 
-        self._pages.start_loads(loads, done)
+        self._pages.start_loads(loads, loaded, functools.partial(counter.fail, index))
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:

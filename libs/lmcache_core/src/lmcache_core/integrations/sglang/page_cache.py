@@ -211,26 +211,30 @@ class PageCache:
         return loads
 
     def start_loads(
-        self, loads: Sequence[Load], when_done: Callable[[BaseException | None], None]
+        self,
+        loads: Sequence[Load],
+        when_loaded: Callable[[Sequence[int]], None],
+        when_failed: Callable[[BaseException], None],
     ) -> None:
-        """Begin loads.
-
-        Args:
-            when_done: Called in another thread, with an error if not everything was loaded.
+        """Begin loads; `when_loaded` is called in another thread with the numbers of layers that
+        are there, and at the end, if not everything was loaded, `when_failed`.
         """
         # The slots may still be in use by what was launched before.
         after = record_event(self._device)
+        bands = self._pool.layout.split(range(self._pool.num_layers))
 
         def work() -> None:
-            error: BaseException | None = RuntimeError("pages were not loaded")
+            is_loaded = False
             with (
                 self._guard("retrieve"),
                 torch.inference_mode(),
                 self._streams.own(self._device),
             ):
-                are_loaded = [self._load(load, after) for load in loads]
-                error = None if all(are_loaded) else error
-            when_done(error)
+                is_loaded = self._load(loads, after, lambda band: when_loaded(bands[band]))
+            if is_loaded:
+                when_loaded(bands[-1])
+            else:
+                when_failed(RuntimeError("pages were not loaded"))
 
         self._loads.put(work)
 
@@ -351,13 +355,28 @@ class PageCache:
         addresses = self._connector.addresses_of(self._pool.kvcaches, slots, 0, num_tokens)
         return {"addresses": addresses, "after": after}
 
-    def _load(self, load: Load, after: torch.cuda.Event | None) -> bool:
-        if load.begun is None:
-            return False
-        num_tokens = load.num_pages * self._page_size
-        self._transfer.shorten_load(load.begun, load.num_pages)
-        arguments = self._arguments(load.slots, num_tokens, after)
-        return self._transfer.finish_load(load.begun, arguments) == load.num_pages
+    def _load(
+        self,
+        loads: Sequence[Load],
+        after: torch.cuda.Event | None,
+        when_band: Callable[[int], None],
+    ) -> bool:
+        """Copy all pages, band after band: SGLang computes with the first layers meanwhile."""
+        held = [load.begun for load in loads if load.begun is not None]
+        num_pages = sum(load.num_pages for load in loads)
+        try:
+            if len(held) < len(loads):
+                return False
+            for load, begun in zip(loads, held, strict=True):
+                self._transfer.shorten_load(begun, load.num_pages)
+            slots = torch.cat([load.slots for load in loads])
+            arguments = self._arguments(slots, num_pages * self._page_size, after)
+            joined = self._transfer.joined_loads(held)
+            held = []
+        finally:
+            for begun in held:
+                self._transfer.abandon_load(begun)
+        return self._transfer.finish_load(joined, arguments, when_group=when_band) == num_pages
 
     def _run_loads(self) -> None:
         while True:

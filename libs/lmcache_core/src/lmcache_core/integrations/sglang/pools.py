@@ -16,11 +16,16 @@ POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 """Classes whose whole content are the tensors below; subclasses may add scales, or pack tokens."""
 
 
+NUM_BANDS = 4
+"""The layers are loaded in so many parts, so that SGLang begins to compute before all are there."""
+
+
 @dataclass(frozen=True)
 class Pool:
     """The KV of all layers on one rank.
 
     Attributes:
+        layout: Its groups are bands of consecutive layers.
         kvcaches: For each layer a pair (K, V) of tensors `[num_pages, page_size, num_heads,
             head_size]`, or the latent `[num_pages, page_size, 1, size]`: views of the pool.
         is_latent: All ranks have the same KV.
@@ -29,6 +34,11 @@ class Pool:
     layout: KVLayout
     kvcaches: Sequence[Any]
     is_latent: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all bands."""
+        return len(self.kvcaches)
 
     @property
     def device(self) -> torch.device:
@@ -62,8 +72,7 @@ def pool_of(kvcache: Any, page_size: int) -> Pool:
     name = dtype_name(info.dtype)
     if kind == "MLATokenToKVPool":
         layers = [_pages(tensor, page_size) for tensor in info.buffers]
-        group = LayerGroup("", len(layers), 1, layers[0].shape[3], name, sides=1)
-        return Pool(KVLayout((group,)), layers, True)
+        return Pool(_in_bands(len(layers), 1, layers[0].shape[3], name, 1), layers, True)
     order = str(getattr(info.buffers.layout, "value", info.buffers.layout))
     if order != "nhd":
         raise LayoutError(f"the {kind} is in the order {order}; only nhd can be cached")
@@ -73,8 +82,18 @@ def pool_of(kvcache: Any, page_size: int) -> Pool:
         (_pages(k, page_size), _pages(v, page_size))
         for k, v in zip(info.buffers.k, info.buffers.v, strict=True)
     ]
-    group = LayerGroup("", len(pairs), info.head_num, info.head_dim, name)
-    return Pool(KVLayout((group,)), pairs, False)
+    return Pool(_in_bands(len(pairs), info.head_num, info.head_dim, name, 2), pairs, False)
+
+
+def _in_bands(num_layers: int, num_heads: int, head_size: int, dtype: str, sides: int) -> KVLayout:
+    num_bands = min(NUM_BANDS, num_layers)
+    ends = [num_layers * (band + 1) // num_bands for band in range(num_bands)]
+    return KVLayout(
+        tuple(
+            LayerGroup(f"layers {begin}-{end - 1}", end - begin, num_heads, head_size, dtype, sides)
+            for begin, end in zip([0, *ends], ends, strict=False)
+        )
+    )
 
 
 def _pages(tensor: torch.Tensor, page_size: int) -> torch.Tensor:
