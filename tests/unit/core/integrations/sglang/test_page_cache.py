@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import queue
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,7 +29,7 @@ from lmcache_core.telemetry import Counters
 from tests.fixtures.kv import make_config
 from tests.fixtures.waiting import wait_until
 
-PAGE, NUM_PAGES, LAYERS, HEADS, SIZE = 16, 40, 2, 2, 8
+PAGE, NUM_PAGES, LAYERS, HEADS, SIZE = 16, 40, 4, 2, 8
 METADATA = LMCacheEngineMetadata(
     "m", 1, 0, "sglang", "float32", (LAYERS, 2, PAGE, HEADS, SIZE), revision="r"
 )
@@ -41,7 +42,8 @@ def pool(seed: int) -> Pool:
         tuple(torch.randn(NUM_PAGES, PAGE, HEADS, SIZE, generator=dice) for _ in range(2))
         for _ in range(LAYERS)
     ]
-    return Pool(KVLayout((LayerGroup("", LAYERS, HEADS, SIZE, "float32"),)), pairs, False)
+    bands = [LayerGroup(name, LAYERS // 2, HEADS, SIZE, "float32") for name in ("first", "second")]
+    return Pool(KVLayout(tuple(bands)), pairs, False)
 
 
 def keys_of(numbers: Sequence[int]) -> list[str]:
@@ -98,16 +100,16 @@ def loaded(cache: PageCache, request: str, numbers: Sequence[int], pages: Sequen
 
 
 def run_loads(cache: PageCache) -> bool:
-    errors: list[BaseException | None] = []
-    is_done = threading.Event()
-
-    def done(error: BaseException | None) -> None:
-        errors.append(error)
-        is_done.set()
-
-    cache.start_loads(cache.take_queued(), done)
-    assert is_done.wait(60.0)
-    return errors == [None]
+    done: queue.Queue[Sequence[int] | BaseException] = queue.Queue()
+    cache.start_loads(cache.take_queued(), done.put, done.put)
+    layers: list[int] = []
+    while len(layers) < LAYERS:
+        part = done.get(timeout=60.0)
+        if isinstance(part, BaseException):
+            return False
+        layers += part
+    assert layers == list(range(LAYERS))
+    return True
 
 
 def test_pages_of_one_engine_are_loaded_by_another_into_other_slots(store: ChunkStore) -> None:
@@ -120,6 +122,25 @@ def test_pages_of_one_engine_are_loaded_by_another_into_other_slots(store: Chunk
         assert loaded(second, "r", range(3), [11, 12, 13])
     assert all(map(torch.equal, content(one, [7, 3, 9]), content(other, [11, 12, 13])))
     assert all(map(torch.equal, before, content(other, [20])))
+
+
+def test_requests_of_one_batch_are_loaded_together(store: ChunkStore) -> None:
+    """And fail together, with everything given back."""
+    one, other = pool(1), pool(2)
+    with cache_of(store, one) as first, cache_of(store, other) as second:
+        assert stored(first, range(5), range(5))
+        for name, numbers, pages in (("r", range(3), [3, 4, 5]), ("s", range(1, 5), [9, 8, 7, 6])):
+            assert second.lookup(name, keys_of(numbers)) == len(numbers)
+            second.queue_load(name, keys_of(numbers), slots_of(pages))
+        assert run_loads(second)
+        assert second.lookup("t", keys_of(range(3))) == 3
+        second.queue_load("t", keys_of(range(3)), slots_of(range(20, 23)))
+        second.queue_load("u", keys_of([0]), slots_of([23]))
+        before = content(other, range(20, 24))
+        assert not run_loads(second)
+    assert all(map(torch.equal, content(one, [0, 1, 2]), content(other, [3, 4, 5])))
+    assert all(map(torch.equal, content(one, [1, 2, 3, 4]), content(other, [9, 8, 7, 6])))
+    assert all(map(torch.equal, before, content(other, range(20, 24))))
 
 
 def test_fewer_pages_may_be_loaded_than_were_found(store: ChunkStore) -> None:
@@ -193,7 +214,7 @@ def test_what_nobody_loads_is_given_back(
         monkeypatch.setattr(store, "release", counted)
         assert cache.lookup("r", keys_of(range(3))) == 3
         monkeypatch.setattr(module, "HELD_S", 0.0)
-        run_loads(cache)  # the thread waits with the new interval from then on
+        assert not loaded(cache, "s", [9], [9])  # the thread waits with the new interval from then
         wait_until(lambda: released == [3])
 
 

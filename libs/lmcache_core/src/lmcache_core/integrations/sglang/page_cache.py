@@ -219,8 +219,8 @@ class PageCache:
         """Begin loads; `when_loaded` is called in another thread with the numbers of layers that
         are there, and at the end, if not everything was loaded, `when_failed`.
         """
-        # The slots may still be in use by what was launched before.
-        after = record_event(self._device)
+        # What was launched before may still compute the slots' numbers, or use the slots.
+        before = record_event(self._device)
         bands = self._pool.layout.split(range(self._pool.num_layers))
 
         def work() -> None:
@@ -230,7 +230,9 @@ class PageCache:
                 torch.inference_mode(),
                 self._streams.own(self._device),
             ):
-                is_loaded = self._load(loads, after, lambda band: when_loaded(bands[band]))
+                if before is not None:
+                    before.synchronize()
+                is_loaded = self._load(loads, lambda band: when_loaded(bands[band]))
             if is_loaded:
                 when_loaded(bands[-1])
             else:
@@ -349,18 +351,11 @@ class PageCache:
             if found.begun is not None:
                 self._transfer.abandon_load(found.begun)
 
-    def _arguments(
-        self, slots: torch.Tensor, num_tokens: int, after: torch.cuda.Event | None
-    ) -> dict[str, Any]:
-        addresses = self._connector.addresses_of(self._pool.kvcaches, slots, 0, num_tokens)
-        return {"addresses": addresses, "after": after}
+    def _arguments(self, slots: torch.Tensor, num_tokens: int) -> dict[str, Any]:
+        kvcaches = self._pool.kvcaches
+        return {"addresses": self._connector.addresses_of(kvcaches, slots, 0, num_tokens)}
 
-    def _load(
-        self,
-        loads: Sequence[Load],
-        after: torch.cuda.Event | None,
-        when_band: Callable[[int], None],
-    ) -> bool:
+    def _load(self, loads: Sequence[Load], when_band: Callable[[int], None]) -> bool:
         """Copy all pages, band after band: SGLang computes with the first layers meanwhile."""
         held = [load.begun for load in loads if load.begun is not None]
         num_pages = sum(load.num_pages for load in loads)
@@ -370,7 +365,7 @@ class PageCache:
             for load, begun in zip(loads, held, strict=True):
                 self._transfer.shorten_load(begun, load.num_pages)
             slots = torch.cat([load.slots for load in loads])
-            arguments = self._arguments(slots, num_pages * self._page_size, after)
+            arguments = self._arguments(slots, num_pages * self._page_size)
             joined = self._transfer.joined_loads(held)
             held = []
         finally:
@@ -422,4 +417,4 @@ class PageCache:
         if not self._store.is_worth(saving_s):
             return False
         named = self._named(store.keys)
-        return all(self._transfer.store(named, self._arguments(store.slots, named[-1][1], None)))
+        return all(self._transfer.store(named, self._arguments(store.slots, named[-1][1])))
