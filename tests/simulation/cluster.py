@@ -218,13 +218,12 @@ class Cluster:
 
     def embedded(self, node: str) -> dict[str, object]:
         """Return options of an engine of a node that uses no sidecar."""
-        url, tenant = self.remotes[node], self.tenant_of(node)
+        url = self.remotes[node]
         has_token = url.startswith("lm:")
         options: dict[str, object] = {
             "max_local_cpu_size": _MEMORY_CHUNKS["node"] * self.memory_chunk / GB,
             "remote_url": url,
-            # Only a token tells tenants apart in tiers of engines; files stay when a node moves.
-            "salt": (self._salts if has_token and not self._has_embedded_disk else SALTS)[tenant],
+            "salt": self.salt_of(node, is_embedded=True),
         }
         if has_token:
             options["remote_token_file"] = str(self._token_file(node))
@@ -232,6 +231,12 @@ class Cluster:
             options["local_disk"] = str(self.disk_path(node).with_name("engine"))
             options["max_local_disk_size"] = self.disk_bytes(node) / GB
         return options
+
+    def salt_of(self, node: str, *, is_embedded: bool) -> str:
+        """Return the salt of the keys of a node's engine, which may use no sidecar."""
+        # Only a token tells tenants apart in tiers of engines; files stay when a node moves.
+        has_files = self._has_embedded_disk or not self.remotes[node].startswith("lm:")
+        return (SALTS if is_embedded and has_files else self._salts)[self.tenant_of(node)]
 
     def machines_of_remote(self, name: str) -> Sequence[str]:
         """Return the machines that hold the remote tier of a node."""

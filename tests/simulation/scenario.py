@@ -496,7 +496,8 @@ class Scenario:
         for node, url in self.cluster.remotes.items():
             is_embedded = node in self._embedded_nodes  # as one of the default tenant
             is_other = is_embedded and not url.startswith("lm:")
-            kind = node in self._vllm_nodes, self.cluster.tenant_of(node), is_other, url
+            salt = self.cluster.salt_of(node, is_embedded=is_embedded)
+            kind = node in self._vllm_nodes, self.cluster.tenant_of(node), is_other, salt, url
             groups.setdefault(kind, []).append(self.engines[node])
         readers = {
             engine: group[number - 1]
