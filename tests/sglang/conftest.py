@@ -26,6 +26,14 @@ def pytest_report_header() -> str:
     return f"python {sys.version.split()[0]}, " + ", ".join(versions)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures that tests have recorded."""
+    terminalreporter.section("figures")
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{name}: {value}")
+
+
 @pytest.fixture(scope="session")
 def models() -> Path:
     """The directory of the tiny models."""

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang.worlds import TRAINED, Pair, model_path, opened_pair, whole_pages
+from tests.sglang.engines import PAGE_SIZE
+from tests.sglang.worlds import (
+    TRAINED,
+    Pair,
+    model_path,
+    opened_pair,
+    remote_url,
+    whole_pages,
+)
 from tests.vllm.engines import Answer, Ask
 
 LENGTH = 800
@@ -67,21 +75,29 @@ def test_a_byte_flipped_in_memory(pair: Pair) -> None:
     pair.sidecar.post("/v1/admin/clear", {"tiers": ["memory", "disk"]})
 
 
+@pytest.mark.parametrize("place", ["disk", "storage-disk"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_records_damaged_on_the_disk(pair: Pair, damage: str) -> None:
+def test_records_damaged_on_a_disk(pair: Pair, place: str, damage: str) -> None:
+    """On the sidecar's, or on that of the storage."""
     asks = [pair.ask(LENGTH) for _ in range(3)]
     expected = pair.filled(asks)
+    if place == "disk":
+        pair.storage.post("/v1/admin/clear", {"tenant": "default"})
+    else:
+        pair.sidecar.post("/v1/admin/clear", {"tiers": ["memory", "disk"]})
     pair.sidecar.kill()
     pair.storage.kill()
-    _damage(sorted(_records(pair)), DAMAGES[damage])
-    pair.sidecar.start(arena_path=pair.owner.directory / f"arena-{damage}")
+    records = sorted(_records(pair.owner.directory / place))
+    assert len(records) >= 3 * whole_pages(LENGTH) // PAGE_SIZE
+    _damage(records, DAMAGES[damage])
     pair.storage.start()
+    arena = pair.owner.directory / f"arena-{place}-{damage}"
+    pair.sidecar.start(arena_path=arena, remote_url=remote_url(pair.storage))
     pair.await_hits()
     check(pair, asks, expected, damage != "intact")
 
 
-def _records(pair: Pair) -> list[Path]:
-    disk = pair.owner.directory / "disk"
+def _records(disk: Path) -> list[Path]:
     return [path for path in disk.rglob("*") if path.is_file() and path.stat().st_size > 20_000]
 
 

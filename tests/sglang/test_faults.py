@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.sglang.sabotaged import PHASES, PLAN
-from tests.sglang.worlds import TRAINED, Pair, opened_pair, whole_pages
+from tests.sglang.worlds import TRAINED, Pair, Record, opened_pair, whole_pages
 from tests.vllm.engines import Ask, from_plain
 
 LINKER = "tests.sglang.sabotaged:SabotagedLinker"
@@ -61,7 +61,9 @@ def test_a_sidecar_that_fails_in_a_phase(pair: Pair, phase: str, number: signal.
     assert found.took_s <= 2 * computing_s + SLACK_S
 
 
-def test_requests_with_aborts_while_the_sidecar_dies_and_returns(pair: Pair) -> None:
+def test_requests_with_aborts_while_the_sidecar_dies_and_returns(
+    pair: Pair, record_property: Record
+) -> None:
     pair.await_hits()
     asks = [pair.ask(100 + 7 * number, 6) for number in range(NUM_REQUESTS)]
     expected = pair.first.generate(asks, timeout_s=300.0)
@@ -80,10 +82,11 @@ def test_requests_with_aborts_while_the_sidecar_dies_and_returns(pair: Pair) -> 
     assert len(whole) == NUM_REQUESTS - NUM_ABORTED
     assert {one.finish_reason for one, _ in whole} == {"length"}
     assert [one.tokens for one, _ in whole] == [right.tokens for _, right in whole]
+    record_property(f"right answers of {NUM_REQUESTS}, {NUM_ABORTED} of them given up", len(whole))
     pair.await_hits()
 
 
-def test_no_request_waits_longer_than_computing_takes(pair: Pair) -> None:
+def test_no_request_waits_longer_than_computing_takes(pair: Pair, record_property: Record) -> None:
     """As the engine believes, while the sidecar is stopped and goes on, over and over."""
     pair.await_hits()
     asks = [pair.ask(SHORT, 2) for _ in range(40)]
@@ -97,5 +100,6 @@ def test_no_request_waits_longer_than_computing_takes(pair: Pair) -> None:
         took += [one.took_s for one in pair.second.generate([ask])]
     pair.sidecar.thaw()
     worst_s, price_s = statistics.quantiles(took, n=100)[98], SHORT / TOKENS_PER_S
-    print(f"slowest hundredth {worst_s:.3f} s, computing is said to take {price_s:.3f} s")
+    figure = f"{worst_s:.3f} / {price_s:.3f} s"
+    record_property(f"slowest hundredth / price, that and {SLACK_S} s or less", figure)
     assert worst_s <= price_s + SLACK_S

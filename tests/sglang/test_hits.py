@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.sglang.engines import PAGE_SIZE
-from tests.sglang.worlds import MODELS, TRAINED, Pair, model_path, whole_pages
+from tests.sglang.worlds import MODELS, TRAINED, Pair, Record, model_path, whole_pages
 from tests.vllm.engines import CHUNK_SIZE, Ask, transfer_config
 from tests.vllm.engines import engine_options as vllm_options
 from tests.vllm.models import WIDE
@@ -27,16 +27,20 @@ NUM_NEW = 12
 
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_are_the_same_and_whole_pages_are_found(
-    pair_of: Callable[[str], Pair], model: str
+    pair_of: Callable[[str], Pair], model: str, record_property: Record
 ) -> None:
     pair = pair_of(model)
     asks = [pair.ask(length) for length in LENGTHS]
     computed = pair.filled(asks)
+    shares = []
     for ask, expected in zip(asks, computed, strict=True):
         (found,) = pair.second.generate([ask])
         assert found.tokens == expected.tokens, len(ask.tokens)
-        assert found.num_cached >= 0.9 * whole_pages(len(ask.tokens)), len(ask.tokens)
         assert found.finish_reason == "length"
+        shares.append(found.num_cached / whole_pages(len(ask.tokens)))
+    figure = f"{len(asks)} prompts, {min(shares):.1%}"
+    record_property(f"{model}: equal tokens; least part of whole pages that was found", figure)
+    assert min(shares) >= 0.9
 
 
 def test_a_longer_prompt_finds_its_beginning(pair_of: Callable[[str], Pair]) -> None:
@@ -98,7 +102,9 @@ def test_vllm_at_the_same_sidecar_finds_its_own_alone(pair_of: Callable[[str], P
         vllm.end()
 
 
-def test_a_hit_is_faster_than_computing(pair_of: Callable[[str], Pair]) -> None:
+def test_a_hit_is_faster_than_computing(
+    pair_of: Callable[[str], Pair], record_property: Record
+) -> None:
     """Of a model that computes most outside of attention, which SGLang's backend for processors
     computes again for every token of a cached prefix, too.
     """
@@ -110,5 +116,6 @@ def test_a_hit_is_faster_than_computing(pair_of: Callable[[str], Pair]) -> None:
         pair.settle()
         hit.append(pair.second.call(60.0, do="first_token", ask=asdict(ask)))
     found, computed = statistics.median(hit), statistics.median(cold)
-    print(f"first token at 3,900 tokens: found {found:.3f} s, computed {computed:.3f} s")
+    figure = f"{found:.3f} / {computed:.3f} s"
+    record_property("first token at 3,900 tokens, found / computed, a third or less", figure)
     assert found <= computed / 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ TRAINED = "trained"
 """The demo's llama, two of whose heads share keys and values (GQA)."""
 MODELS = (TRAINED, MHA, MLA)
 LATENT_LINKER = "tests.sglang.latents:LMCacheLinker"
+Record = Callable[[str, object], None]
+"""pytest's `record_property`: a figure that is printed at the end."""
 _NUMBERS = itertools.count(1)
 
 
@@ -92,9 +94,8 @@ def opened_pair(
     own = LATENT_LINKER if model == MLA else LINKER
     owner = Owner(directory).__enter__()
     try:
-        store = storage(owner)
-        remote = f"lm://127.0.0.1:{store.ports['lm_port']}"
-        beside = sidecar(owner, verify_hot="always", remote_url=remote, **settings)
+        store = storage(owner, disk_path=directory / "storage-disk", disk_gb=0.5)
+        beside = sidecar(owner, verify_hot="always", remote_url=remote_url(store), **settings)
         engines = []
         for name, named in (("first", own), ("second", own if linker == LINKER else linker)):
             linked_in = linked(socket_of(owner), named, tokens_per_s)
@@ -104,6 +105,11 @@ def opened_pair(
         owner.__exit__(None, None, None)
         raise
     return Pair(owner, beside, *engines, store, vocabulary=2048 if model == TRAINED else 4096)
+
+
+def remote_url(storage: Service) -> str:
+    """Where sidecars reach it; another one after each start."""
+    return f"lm://127.0.0.1:{storage.ports['lm_port']}"
 
 
 def whole_pages(length: int) -> int:

@@ -279,14 +279,14 @@ class KVTransfer:
     @staticmethod
     def joined_loads(loads: Sequence[BegunLoad]) -> BegunLoad:
         """Return promised loads as one, each behind the tokens of those before it."""
-        joined, at = BegunLoad([], [], 0, None, True), 0
+        named: list[NamedChunk] = []
+        chunks: list[Chunk] = []
         for load in loads:
-            named = load.named[: len(load.chunks)]
-            joined.named += [(at + start, at + end, key) for start, end, key in named]
-            joined.chunks += load.chunks
-            at = joined.named[-1][1]
-        joined.num_fitting = len(joined.chunks)
-        return joined
+            at = named[-1][1] if named else 0
+            own = load.named[: len(load.chunks)]
+            named += [(at + start, at + end, key) for start, end, key in own]
+            chunks += load.chunks
+        return BegunLoad(named, chunks, len(chunks), None, is_promised=True)
 
     def shorten_load(self, begun: BegunLoad, num_chunks: int) -> None:
         """Release the chunks of a load behind this many, of those that fit."""
@@ -338,9 +338,7 @@ class KVTransfer:
                 kwargs = self._gpu_connector.launching(kwargs, launched)
                 for part in self._parts(named[0], kwargs, when_group):
                     try:
-                        are_right = self._each(
-                            partial(copy, part), range(num_fitting), named, part
-                        )
+                        are_right = self._each(partial(copy, part), range(num_fitting), named, part)
                     finally:
                         launched.wait()  # before their chunks are released
                 if begun.is_promised and not self._store.holds(chunks):

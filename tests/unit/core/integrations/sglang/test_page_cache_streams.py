@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -28,15 +28,15 @@ store = on_host.store
 
 
 @pytest.fixture
-def runtime(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    """The device; the host's copies into the store's memory have been made."""
+def runtime(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """The device; copies into the store's memory have been made by the host."""
     with cache_of(store, pool(1)) as first:
         assert stored(first, NUMBERS, STORED_PAGES)
     runtime = cuda_streams.install(monkeypatch)
     monkeypatch.setattr(
         on_host, "PagedGPUConnector", lambda layout: PagedGPUConnector(layout, STAGING_TOKENS)
     )
-    yield runtime
+    return runtime
 
 
 def test_layers_are_there_when_they_are_said_to_be_and_later_ones_are_not(
