@@ -250,7 +250,7 @@ class WorkerSide:
             transfers.append(self._transfer_of(group, memory, self._decoder_of(memory)))
         self._transfers = transfers
         if transfers and has_streams(self._device):
-            # CUDA allows no registration while a graph is captured.
+            # Before the engine serves: its calls of CUDA would wait for this.
             self._store.pin_memory(self._device)
         self._loads.open()
         self._store_threads.open()
