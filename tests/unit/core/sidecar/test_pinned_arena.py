@@ -109,6 +109,8 @@ def test_arena_of_a_new_sidecar_is_pinned_and_the_old_one_released(
             store = opened.enter_context(store_at(path, loads_beside=True))
             store.pin_memory(DEVICE)
             num_calls = runtime.num_calls
+            pinned_by = set[str]()
+            runtime.on_register = lambda: pinned_by.add(threading.current_thread().name)
         with running_socket(places[1], ARENA_BYTES, path=path):
 
             def is_pinned_alone() -> bool:
@@ -125,6 +127,7 @@ def test_arena_of_a_new_sidecar_is_pinned_and_the_old_one_released(
     gc.collect()
     assert not runtime.registered, "a closed store's arena is still pinned"
     assert runtime.devices == {DEVICE.index}, "another device has got a context"
+    assert pinned_by == {"lmcache-pin"}, "neither a call nor the link waits"
 
 
 @contextlib.contextmanager
