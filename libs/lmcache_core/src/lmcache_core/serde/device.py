@@ -42,7 +42,8 @@ def device_tables(tables: TableSet, device: torch.device) -> CodecTables:
     return CodecTables.of([tables.of(levels) for levels in tables.levels], device)
 
 
-CHECKED_TOKENS, CHECKED_CHANNELS = 8, 64
+CHECKED_TOKENS, CHECKED_CHANNELS = 8, (33, 64)
+"""The tensor with which kernels are tried; channels without and with `CodecShape.is_direct`."""
 
 
 def device_encodings(device_type: str) -> tuple[str, ...]:
@@ -51,13 +52,15 @@ def device_encodings(device_type: str) -> tuple[str, ...]:
     return (f"{CACHEGEN_SERDE}{TABLES_MARK}{bell_curves().id}",) if has_kernels else ()
 
 
-def decodes_rightly(device: torch.device, dtype: torch.dtype) -> bool:
+def decodes_rightly(device: torch.device, dtype: torch.dtype, tokens: int, channels: int) -> bool:
     """Return whether the kernels decode a small known tensor on a device as the reference does. The
-    first call for a kind of GPU compiles them, which takes seconds.
+    first call for a kind of GPU compiles them, which takes seconds: as they are needed for chunks
+    of that size.
     """
     known = bell_curves()
     alphabets = {levels: known.of(levels) for levels in known.levels}
-    layout = PlaneLayout(2, CHECKED_TOKENS, CHECKED_CHANNELS)
+    is_direct = _shape(PlaneLayout(1, tokens, channels)).is_direct
+    layout = PlaneLayout(2, CHECKED_TOKENS, CHECKED_CHANNELS[is_direct])
     levels = (15, 7)
     encoded = random_planes(_shape(layout), levels, alphabets, seed=0)
     is_right = True

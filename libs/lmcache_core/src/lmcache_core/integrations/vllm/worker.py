@@ -33,6 +33,7 @@ from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, Worker
 from lmcache_core.integrations.vllm.store_threads import PendingStore, StoreThreads
 from lmcache_core.keys import Lane
 from lmcache_core.serde.device import DeviceDecoder, decodes_rightly, device_encodings
+from lmcache_core.serde.quantised_blob import can_be_quantised
 from lmcache_core.telemetry import (
     LOAD_BYTES,
     LOAD_SECONDS,
@@ -338,10 +339,12 @@ class WorkerSide:
         kernels decode a known tensor wrongly.
         """
         device = memory.kvcaches[0].device
-        dtype = getattr(torch, memory.layout.kv_dtype)
-        if not (device_encodings(device.type) and dtype.is_floating_point and dtype.itemsize > 1):
+        specs = memory.layout.tensor_specs(self._chunk_size // memory.unit_tokens)
+        can_be_encoded = all(can_be_quantised(spec.dtype, spec.shape) for spec in specs)
+        if not (device_encodings(device.type) and can_be_encoded):
             return None
-        if decodes_rightly(device, dtype):
+        kinds = {(getattr(torch, spec.dtype), *spec.shape[2:]) for spec in specs}
+        if all(decodes_rightly(device, *kind) for kind in kinds):
             return DeviceDecoder(device)
         logger.error("kernels decode wrongly, encoded chunks count as misses: device=%s", device)
         return None
