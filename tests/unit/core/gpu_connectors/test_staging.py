@@ -7,6 +7,7 @@ import torch
 from lmcache_core.errors import SerdeError
 from lmcache_core.gpu_connectors import LogicalMemory, Packing, PagedGPUConnector
 from lmcache_core.gpu_connectors.streams import LaunchedCopies
+from lmcache_core.memory import device_copies
 
 from tests.fixtures.cuda_streams import Runtime, install
 from tests.suites.connector_suite import SLOTS, make_memory
@@ -67,6 +68,18 @@ def test_the_next_chunk_is_copied_before_the_scatter_of_one_is_waited_for(runtim
     assert same(snapshot(target["kvcaches"]), before)
     launched.wait()
     check_equal(source, target, range(4, 13))
+
+
+def test_copies_are_launched_in_pieces(runtime, connector, monkeypatch):
+    """Between two of them, the engine's own get their turn."""
+    monkeypatch.setattr(device_copies, "PIECE_BYTES", 100)
+    source, target = kwargs_of(1), kwargs_of(50)
+    (memory,) = gathered(connector, source, CHUNKS[0])
+    connector.to_gpu(memory, *CHUNKS[0], **target)
+    assert max(runtime.copied_bytes) == 100
+    assert sum(runtime.copied_bytes) == 2 * memory.get_size()
+    assert contents([memory]) == expected(PagedGPUConnector(LAYOUT, 3), source)[:1]
+    check_equal(source, target, range(4, 7))
 
 
 def test_encoded_chunks_are_decoded_into_the_buffers_on_both_streams(runtime, connector):

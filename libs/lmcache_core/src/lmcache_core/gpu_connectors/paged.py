@@ -19,7 +19,7 @@ from lmcache_core.gpu_connectors.layout import KVLayout, gaps_between
 from lmcache_core.gpu_connectors.staging import StagingPair
 from lmcache_core.gpu_connectors.streams import LaunchedCopies, record_event
 from lmcache_core.memory.base import MemoryFormat, MemoryObj
-from lmcache_core.memory.tensor import copy_parts
+from lmcache_core.memory.device_copies import launch_copy
 from lmcache_core.record import TensorSpec
 
 
@@ -77,9 +77,7 @@ class PagedConnector(GPUConnectorInterface):
                 decode(staged)
             elif content is not None and staged is not content:
                 used = _used(binding.layout, end - start, group)
-                source, target = content[used], staged[used]
-                for part in copy_parts(source):
-                    target[part].copy_(source[part], non_blocking=True)
+                launch_copy(staged[used], content[used], host=content[used])
             for offset, copy in copies:
                 for num_pages in paged_scatter_steps(copy):
                     if progress is not None:
@@ -150,8 +148,7 @@ class PagedConnector(GPUConnectorInterface):
                         progress(offset + num_pages * copy.page_bytes)
             read = record_event(binding.device)
             if staged is not content:
-                for part in copy_parts(content):
-                    content[part].copy_(staged[part], non_blocking=True)
+                launch_copy(content, staged, host=content)
             ended = record_event(binding.device)
         _launched(kwargs, read, ended)
 

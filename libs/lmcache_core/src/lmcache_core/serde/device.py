@@ -18,8 +18,8 @@ from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes
 from lmcache_kernels.codec_tables import CodecTables
 
 from lmcache_core.errors import SerdeError
+from lmcache_core.memory.device_copies import launch_copy
 from lmcache_core.memory.dtypes import dtype_name
-from lmcache_core.memory.tensor import copy_parts
 from lmcache_core.memory.views import tensor_over
 from lmcache_core.record import RecordHeader
 from lmcache_core.serde.blob import HEAD, Mode, Reader
@@ -130,8 +130,7 @@ class DeviceDecoder:
                 self._tables = device_tables(self._known, self._device)
         host = tensor_over(payload, (len(payload),), None)
         encoded = torch.empty(len(payload), dtype=torch.uint8, device=self._device)
-        for part in copy_parts(host):
-            encoded[part].copy_(host[part], non_blocking=True)
+        launch_copy(encoded, host, host=host)
         status = []
         at = 0
         for spec in header.tensors:
