@@ -190,9 +190,9 @@ def test_what_kernels_refuse_is_a_miss(sidecar: Sidecar, monkeypatch: pytest.Mon
     with client(sidecar, has_kernels=True) as capable:
         calls = []
 
-        def damaged(self, header, payload, out):
+        def damaged(self, header, *args):
             calls.append(header)
-            status = begin(self, header, payload, out)
+            status = begin(self, header, *args)
             return torch.ones_like(status) if len(calls) == 2 else status
 
         monkeypatch.setattr(DeviceDecoder, "begin", damaged)
