@@ -292,6 +292,18 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(op, change):
     assert torch.equal(case.pool, before)
 
 
+def test_repeated_slots_are_counted_without_sorting_them(monkeypatch):
+    """On the host, torch would take threads, which wait for processors that the engine uses."""
+    for name in ("sort", "aminmax"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+        monkeypatch.setattr(torch, name, None)
+    pages = Pages.of([torch.zeros(4, 2, 1, 1)])
+    CheckedSlots.of(pages, torch.tensor([3, 1, 7, 0]), once=True)
+    CheckedSlots.of(pages, torch.tensor([3, 3]), once=False)
+    with pytest.raises(KernelInputError, match="names 3 slots more than once"):
+        CheckedSlots.of(pages, torch.tensor([3, 1, 7, 1, 0, 7, 7]), once=True)
+
+
 def test_a_cpu_op_does_not_import_triton():
     program = """
 import sys, torch

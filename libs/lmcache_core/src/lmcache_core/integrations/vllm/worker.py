@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import CallGuard
 from lmcache_core.engine.transfer import BegunStore, KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
+from lmcache_core.gpu_connectors.staging import Staging
 from lmcache_core.gpu_connectors.streams import (
     ThreadStreams,
     has_streams,
@@ -32,10 +34,13 @@ from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport, this_host
 from lmcache_core.integrations.vllm.store_threads import PendingStore, StoreThreads
 from lmcache_core.keys import Lane
+from lmcache_core.record import MissReason
 from lmcache_core.serde.device import DeviceDecoder, decodes_rightly, device_encodings
+from lmcache_core.serde.quantised_blob import can_be_quantised
 from lmcache_core.telemetry import (
     LOAD_BYTES,
     LOAD_SECONDS,
+    MISSED_CHUNKS_TOTAL,
     STORE_BYTES,
     STORE_SECONDS,
     UNSTORED_CHUNKS_TOTAL,
@@ -82,6 +87,7 @@ class _GroupTransfer:
     """The path of one cache group between vLLM and the store.
 
     Attributes:
+        decoder: Decodes its chunks; None: nothing does.
         lane: The common part of the keys of its chunks on this worker.
     """
 
@@ -89,7 +95,15 @@ class _GroupTransfer:
     memory: GroupMemory
     connector: PagedGPUConnector
     transfer: KVTransfer
+    decoder: DeviceDecoder | None
     lane: Lane
+
+    def has_staging(self) -> bool:
+        """Return whether there is memory on the device for copies, of which some is allocated if it
+        is missing.
+        """
+        device = self.memory.kvcaches[0].device
+        return self.connector.take_staging(device, self.decoder is not None)
 
     def named(self, run: ChunkRun) -> list[NamedChunk]:
         """Return the chunks of a run; their positions count from its first slot."""
@@ -216,6 +230,7 @@ class WorkerSide:
             self._begin_store, options.engine.tier_timeout_s / STEP_SHARE
         )
         self._streams = ThreadStreams()
+        self._staging = Staging()
         self._begun: torch.cuda.Event | None = None
         self._held: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -241,17 +256,22 @@ class WorkerSide:
         for group in self._groups:
             backends = backends_of(group.layers)
             memory = memory_of(group, kv_caches, num_blocks, self._layout, backends)
-            tried = self._transfer_of(group, memory)
+            tried = self._transfer_of(group, memory, keeps_staging=False)
             through_store = tried.transfer.through_store
             run_canary(tried.connector, memory.kvcaches, memory.engine, through_store)
             # vLLM may call this inside a memory pool that sleep mode empties: what the canary
-            # created on the device (addresses, staging) is dropped, and created again outside of
-            # the pool when first needed.
+            # created on the device (addresses) is dropped, and created again outside of the pool
+            # when first needed.
             transfers.append(self._transfer_of(group, memory, self._decoder_of(memory)))
         self._transfers = transfers
         if transfers and has_streams(self._device):
             # Before the engine serves: its calls of CUDA would wait for this.
             self._store.pin_memory(self._device)
+            # A memory pool that this thread is in does not hold what another thread takes.
+            with ThreadPoolExecutor(
+                1, initializer=torch.cuda.set_device, initargs=(self._device,)
+            ) as outside:
+                outside.submit(self._take_memory).result()
         self._loads.open()
         self._store_threads.open()
 
@@ -338,20 +358,37 @@ class WorkerSide:
         kernels decode a known tensor wrongly.
         """
         device = memory.kvcaches[0].device
-        dtype = getattr(torch, memory.layout.kv_dtype)
-        if not (device_encodings(device.type) and dtype.is_floating_point and dtype.itemsize > 1):
+        specs = memory.layout.tensor_specs(self._chunk_size // memory.unit_tokens)
+        can_be_encoded = all(can_be_quantised(spec.dtype, spec.shape) for spec in specs)
+        if not (device_encodings(device.type) and can_be_encoded):
             return None
-        if decodes_rightly(device, dtype):
+        kinds = {(getattr(torch, spec.dtype), *spec.shape[2:]) for spec in specs}
+        if all(decodes_rightly(device, *kind) for kind in kinds):
             return DeviceDecoder(device)
         logger.error("kernels decode wrongly, encoded chunks count as misses: device=%s", device)
         return None
 
+    def _take_memory(self) -> None:
+        """Take what copies need of the device before vLLM serves."""
+        with self._guard("retrieve"):
+            # The buffers have the size of the largest chunks.
+            for lane in sorted(self._transfers, key=self._chunk_bytes, reverse=True):
+                if lane.has_staging() and lane.decoder is not None:
+                    lane.decoder.take_tables()
+
+    def _chunk_bytes(self, lane: _GroupTransfer) -> int:
+        return lane.memory.layout.num_bytes(self._chunk_size // lane.memory.unit_tokens)
+
     def _transfer_of(
-        self, group: CacheGroup, memory: GroupMemory, decoder: DeviceDecoder | None = None
+        self,
+        group: CacheGroup,
+        memory: GroupMemory,
+        decoder: DeviceDecoder | None = None,
+        keeps_staging: bool = True,
     ) -> _GroupTransfer:
-        units = self._chunk_size // memory.unit_tokens
-        is_on_device = memory.kvcaches[0].device.type != "cpu"
-        connector = PagedGPUConnector(memory.layout, units if is_on_device else 0)
+        keeps_staging = keeps_staging and has_streams(memory.kvcaches[0].device)
+        units = self._chunk_size // memory.unit_tokens if keeps_staging else 0
+        connector = PagedGPUConnector(memory.layout, units, self._staging)
         metadata = replace(self._metadata, kv_dtype=memory.layout.kv_dtype)
         transfer = KVTransfer(
             self._store,
@@ -363,7 +400,7 @@ class WorkerSide:
             decoder,
         )
         lane = Lane(FMT, metadata.model_name, self._num_ranks, metadata.worker_id, group.name)
-        return _GroupTransfer(group, memory, connector, transfer, lane)
+        return _GroupTransfer(group, memory, connector, transfer, decoder, lane)
 
     @property
     def _device(self) -> torch.device:
@@ -419,6 +456,9 @@ class WorkerSide:
         if first > needed or end_of_group < load.end or NULL_BLOCK in blocks:
             logger.error("block or chunk missing, not loading: request=%s", load.request_id)
             return begin
+        if not lane.has_staging():
+            self._counters.add(MISSED_CHUNKS_TOTAL, run.num_chunks, MissReason.UNAVAILABLE)
+            return begin
         wanted = ((first - start) // unit, (end - start) // unit)
         num_loaded = lane.transfer.load(
             lane.named(run), load.recompute_s, lane.arguments(run, *wanted, begun), wanted
@@ -461,7 +501,11 @@ class WorkerSide:
     def _is_wanted(self, run: ChunkRun, pending: PendingStore) -> bool:
         patience = STORE_PATIENCE / STORE_QUESTIONS
         saving_s = pending.recompute_s * run.num_chunks * patience
-        return not pending.is_given_up and self._store.is_worth(saving_s)
+        return (
+            not pending.is_given_up
+            and self._store.is_worth(saving_s)
+            and self._transfers[run.group].has_staging()
+        )
 
     def _begin_run(
         self, run: ChunkRun, computed: torch.cuda.Event | None
