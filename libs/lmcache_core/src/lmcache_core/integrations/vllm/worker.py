@@ -8,7 +8,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from lmcache_core.gpu_connectors.streams import (
     ThreadStreams,
     has_streams,
     record_event,
+    use_device,
     wait_on_device,
 )
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup, fails_by_block
@@ -372,8 +372,7 @@ class WorkerSide:
     def _load(self, load: Load, begun: torch.cuda.Event | None = None) -> LoadResult:
         first_bad: int | None = load.begin
         began = time.monotonic()
-        streams = nullcontext() if begun is None else self._streams.own(begun.device)
-        with self._guard("retrieve"), torch.inference_mode(), streams:
+        with self._guard("retrieve"), torch.inference_mode(), self._streams.own(self._device):
             ends = {run.group: self._end_of(run) for run in load.runs}  # a tail is the last one
             missing = (self._load_run(run, load, ends[run.group], begun) for run in load.runs)
             bad = [token for token in missing if token is not None]
@@ -452,6 +451,7 @@ class WorkerSide:
         def end() -> None:
             for transfer, store in begun:
                 with self._guard("store"):
+                    use_device(self._device)
                     transfer.finish_store(store, is_intact=not pending.is_given_up)
             if begun and not pending.is_given_up:
                 self._observe(STORE_SECONDS, STORE_BYTES, began, pending.num_bytes)
