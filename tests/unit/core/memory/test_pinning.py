@@ -10,7 +10,7 @@ import pytest
 import torch
 from lmcache_core.memory import tensor as module
 
-from tests.fixtures.cuda_runtime import OUT_OF_MEMORY, Runtime, install
+from tests.fixtures.cuda_runtime import LIBRARIES, OUT_OF_MEMORY, Runtime, install
 
 PIECE = 1 << 12
 
@@ -39,12 +39,13 @@ def test_a_forked_child_unpins_nothing(runtime: Runtime) -> None:
     assert not runtime.registered
 
 
+@pytest.mark.parametrize("used", LIBRARIES)
 @pytest.mark.parametrize("fails_at", [0, 1, 3])
 def test_a_refused_piece_undoes_the_others_and_leaves_no_error_pending(
-    runtime: Runtime, fails_at: int, caplog: pytest.LogCaptureFixture
+    runtime: Runtime, fails_at: int, used: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Torch would raise a pending error at the next call, wherever that is."""
-    runtime.fails_at = fails_at
+    runtime.fails_at, runtime.used = fails_at, used
     owner = Owner()
     assert not module.pin(torch.zeros(4 * PIECE, dtype=torch.uint8), owner, None, PIECE)
     assert (runtime.registered, runtime.pending) == ({}, 0)

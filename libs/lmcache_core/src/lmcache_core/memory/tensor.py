@@ -32,6 +32,9 @@ COPY_BOUNDARY_BYTES = 256 << 20
 """Registrations end, and copies are split (`copy_parts`), at addresses that are multiples of this:
 CUDA may refuse a copy that touches two registrations.
 """
+MAPS = Path("/proc/self/maps")
+RUNTIMES = "libcudart", "libamdhip64"
+"""Names in the files of CUDA's runtime, and of ROCm's."""
 
 
 class TensorMemoryObj(CountedMemoryObj):
@@ -299,30 +302,29 @@ def _unpin(arena: torch.Tensor, addresses: list[int], device: torch.device) -> N
             _cuda_runtime().cudaHostUnregister(address)
 
 
-def _take_pending_error() -> int | None:
-    """Clear the error that the CUDA runtime keeps after a refused call.
+def _take_pending_error() -> None:
+    """Clear the error that the CUDA runtime, or ROCm's, keeps after a refused call.
 
     Otherwise torch would raise it at its next, unrelated call. Torch's binding lacks the function,
-    so it is looked up in the runtime that torch has loaded.
-
-    Returns:
-        The error; None if no runtime is loaded.
+    and a process may have loaded other runtimes than torch's: all of them are asked.
     """
-    for name in _loaded_runtimes():
-        try:
-            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-            return int(library.cudaGetLastError())
-        except (OSError, AttributeError):
-            continue
-    return None
+    for library in _loaded_runtimes():
+        for name in ("cudaGetLastError", "hipGetLastError"):
+            with contextlib.suppress(AttributeError):
+                getattr(library, name)()
 
 
-def _loaded_runtimes() -> list[str]:
+def _loaded_runtimes() -> list[ctypes.CDLL]:
+    found = []
     with contextlib.suppress(OSError):
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart" in line}
-        return sorted(paths)
-    return []
+        lines = MAPS.read_text().splitlines()
+        paths = {
+            line.split(maxsplit=5)[5] for line in lines if any(name in line for name in RUNTIMES)
+        }
+        for path in sorted(paths):
+            with contextlib.suppress(OSError):
+                found.append(ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW))
+    return found
 
 
 def _cuda_runtime() -> Any:
