@@ -10,7 +10,7 @@ import pytest
 import torch
 from lmcache_core.memory import tensor as module
 
-from tests.fixtures.cuda_runtime import GLOBAL_MODE, OUT_OF_MEMORY, Runtime, install
+from tests.fixtures.cuda_runtime import GLOBAL_MODE, LIBRARIES, OUT_OF_MEMORY, Runtime, install
 
 PIECE = 1 << 12
 
@@ -39,14 +39,15 @@ def test_a_forked_child_unpins_nothing(runtime: Runtime) -> None:
     assert not runtime.registered
 
 
+@pytest.mark.parametrize("used", LIBRARIES)
 @pytest.mark.parametrize("fails_at", [0, 1, 3])
 def test_a_refused_piece_leaves_the_others_pinned_and_no_error_pending(
-    runtime: Runtime, fails_at: int, caplog: pytest.LogCaptureFixture
+    runtime: Runtime, fails_at: int, used: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Others may be copying to what is pinned; torch would raise a pending error at the next call,
     wherever that is.
     """
-    runtime.fails_at = fails_at
+    runtime.fails_at, runtime.used = fails_at, used
     arena, owner = torch.zeros(4 * PIECE, dtype=torch.uint8), Owner()
     assert not module.pin(arena, owner, None, PIECE)
     assert (len(runtime.registered), runtime.pending) == (fails_at, 0)

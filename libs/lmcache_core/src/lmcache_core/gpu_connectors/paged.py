@@ -17,7 +17,7 @@ from lmcache_core.gpu_connectors.base import GPUConnectorInterface, check_format
 from lmcache_core.gpu_connectors.binding import Binding, bind_declared, bind_pairs, signature_of
 from lmcache_core.gpu_connectors.layout import KVLayout, gaps_between
 from lmcache_core.gpu_connectors.staging import Staging
-from lmcache_core.gpu_connectors.streams import LaunchedCopies, record_event
+from lmcache_core.gpu_connectors.streams import LaunchedCopies, has_streams, record_event
 from lmcache_core.memory.base import MemoryFormat, MemoryObj
 from lmcache_core.memory.device_copies import launch_copy
 from lmcache_core.record import TensorSpec
@@ -115,6 +115,11 @@ class PagedConnector(GPUConnectorInterface):
         devices = {str(pages.device) for pages in binding.pages}
         if len(devices) != 1:
             raise LayoutError(f"kvcaches are on several devices: {sorted(devices)}")
+        # Elsewhere nothing orders copies and the engine's work, nor says when copies have ended.
+        if binding.device.type != "cpu" and not has_streams(binding.device):
+            raise LayoutError(
+                f"kvcaches are on {binding.device}: KV can be cached only on cuda or cpu"
+            )
         self._last = signature, binding
         return binding
 

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ about 3 ms for so many bytes.
 """
 _RELAXED = 2
 """Source: CUDA, driver_types.h, `cudaStreamCaptureModeRelaxed`."""
+MAPS = Path("/proc/self/maps")
+RUNTIMES = "libcudart", "libamdhip64"
+"""Names in the files of CUDA's runtime, and of ROCm's."""
 
 
 class TensorMemoryObj(CountedMemoryObj):
@@ -267,7 +270,8 @@ class HostRegistration:
             error = int(_cuda_runtime().cudaHostRegister(begin, num_bytes, 0))
         if error != 0:
             # Torch would raise it at its next, unrelated call.
-            _call_loaded_runtime("cudaGetLastError")
+            for take_error in _in_loaded_runtimes("GetLastError"):
+                take_error()
             return error
         self._addresses.append(begin)
         self.num_bytes += num_bytes
@@ -347,32 +351,37 @@ def _allowed_beside_captures(device: torch.device) -> Iterator[None]:
     graph in the default mode; without this, they would also break that capture.
     """
     mode = ctypes.c_int(_RELAXED)
+    # The mode is the driver's, whichever runtime is asked.
+    found = _in_loaded_runtimes("ThreadExchangeStreamCaptureMode")
+    exchange: Callable[[Any], int] = found[0] if found else lambda mode: 0
     with torch.cuda.device(device):
-        _call_loaded_runtime("cudaThreadExchangeStreamCaptureMode", ctypes.pointer(mode))
+        exchange(ctypes.pointer(mode))
         try:
             yield
         finally:
-            _call_loaded_runtime("cudaThreadExchangeStreamCaptureMode", ctypes.pointer(mode))
+            exchange(ctypes.pointer(mode))
 
 
-def _call_loaded_runtime(name: str, *args: Any) -> int | None:
-    """Call a function that torch's binding lacks, in the CUDA runtime that torch has loaded.
-
-    Returns:
-        Its result; None if no loaded runtime has it.
+def _in_loaded_runtimes(name: str) -> list[Callable[..., int]]:
+    """Return a function that torch's binding lacks, of each loaded runtime of CUDA or ROCm: there
+    may be others than torch's.
     """
+    found = []
     for library in _loaded_runtimes():
-        with contextlib.suppress(AttributeError):
-            return int(getattr(library, name)(*args))
-    return None
+        for prefix in ("cuda", "hip"):
+            with contextlib.suppress(AttributeError):
+                found.append(getattr(library, prefix + name))
+    return found
 
 
 @functools.cache  # a large process takes milliseconds to list what it has mapped
 def _loaded_runtimes() -> list[ctypes.CDLL]:
     paths, found = set(), []
     with contextlib.suppress(OSError):
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart" in line}
+        lines = MAPS.read_text().splitlines()
+        paths = {
+            line.split(maxsplit=5)[5] for line in lines if any(name in line for name in RUNTIMES)
+        }
     for path in sorted(paths):
         with contextlib.suppress(OSError):
             found.append(ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW))

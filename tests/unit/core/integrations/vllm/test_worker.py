@@ -341,6 +341,118 @@ def test_chunks_are_released_when_their_copies_have_ended(
     assert (here.read(OTHER_BLOCKS)[:, :4] == POISON).all()
 
 
+MORE_BLOCKS = (40, 42, 41, 44, 43, 45)
+
+
+def begin_two_loads(here: Rank) -> None:
+    """Of the same chunks into different blocks."""
+    for name, blocks in (("first", OTHER_BLOCKS), ("second", MORE_BLOCKS)):
+        plan = StepPlan((Load(name, 0, 24, (run_of(blocks),)),))
+        here.side.begin_step(plan)
+        here.side.begin_loads(plan)
+
+
+class Counting(WrappedStore):
+    """Counts chunks that it has given, and that were given back since. `is_dead`: as a sidecar that
+    may have given their memory to others.
+    """
+
+    num_given = num_back = 0
+    is_dead = False
+
+    def get(self, *args: Any, **more: Any) -> Any:
+        chunks = self.inner.get(*args, **more)
+        self.num_given += len(chunks)
+        return chunks
+
+    def release(self, chunks: Any) -> bool:
+        self.num_back += len(chunks)
+        return self.inner.release(chunks) and not self.is_dead
+
+
+@pytest.fixture
+def counting(rank: Callable[..., Rank], hanging: cuda_streams.Runtime) -> tuple[Rank, Counting]:
+    """A worker with three stored chunks, whose next copies hang."""
+    hanging.is_moving.set()
+    made: list[Counting] = []
+
+    def wrap(store: ChunkStore) -> Counting:
+        made.append(Counting(store))
+        return made[0]
+
+    here = rank(Shape(num_blocks=64), wrap=wrap)
+    here.fill(BLOCKS)
+    here.run(storing())
+    made[0].num_given = made[0].num_back = 0
+    hanging.is_moving.clear()
+    return here, made[0]
+
+
+def test_chunks_of_the_next_load_are_held_while_those_of_the_last_one_are_copied(
+    counting: tuple[Rank, Counting], hanging: cuda_streams.Runtime
+) -> None:
+    here, store = counting
+    begin_two_loads(here)
+    wait_until(lambda: store.num_given == 6)
+    assert here.side.take_received() == (set(), set())
+    assert store.num_back == 0
+    hanging.is_moving.set()
+    here.side.wait_for_copies()
+    assert here.side.take_received() == ({"first", "second"}, set())
+    assert store.num_back == 6
+    for blocks in (OTHER_BLOCKS, MORE_BLOCKS):
+        assert torch.equal(here.read(blocks), here.read(BLOCKS))
+
+
+def test_chunks_that_the_store_may_have_lost_while_they_waited_count_as_missing(
+    counting: tuple[Rank, Counting], hanging: cuda_streams.Runtime
+) -> None:
+    """The sidecar died while another load was copied."""
+    here, store = counting
+    begin_two_loads(here)
+    wait_until(lambda: store.num_given == 6)
+    store.is_dead = True
+    hanging.is_moving.set()
+    here.side.wait_for_copies()
+    assert here.side.take_received() == ({"first", "second"}, {"first", "second"})
+    assert here.side.take_bad_blocks() == {*OTHER_BLOCKS, *MORE_BLOCKS}
+    assert store.num_back == 6
+
+
+def test_close_gives_back_what_a_load_that_waits_holds(
+    counting: tuple[Rank, Counting],
+    hanging: cuda_streams.Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even if the one before it hangs, whose chunks may still be copied."""
+    here, store = counting
+    begin_two_loads(here)
+    wait_until(lambda: store.num_given == 6)
+    monkeypatch.setattr(worker_module, "JOIN_S", 0.01)
+    here.side.close()
+    assert store.num_back == 3
+    hanging.is_moving.set()
+    wait_until(lambda: store.num_back == 6)
+    assert (here.read(MORE_BLOCKS) == POISON).all()
+
+
+def test_failed_load_gives_back_the_chunks_of_all_its_groups(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = rank(Shape((FULL, window(24))), wrap=Counting)
+    for group in (0, 1):
+        here.fill(BLOCKS, group)
+        here.run(storing(BLOCKS, group))
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no memory for slots")
+
+    monkeypatch.setattr(PagedGPUConnector, "addresses_of", fail)
+    runs = run_of(OTHER_BLOCKS), run_of(MORE_BLOCKS, 1)
+    assert here.run(StepPlan((Load("r", 0, 24, runs),)))[3].failed == {"r": 0}
+    assert here.counters.value(FAILED_CALLS_TOTAL) == 1
+
+
 @LAYOUTS
 def test_store_copies_what_the_step_has_computed(
     rank: Callable[..., Rank], runtime: cuda_streams.Runtime, layout: str, shape: Shape

@@ -24,7 +24,7 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import CallGuard
 from lmcache_core.engine.transfer import BegunLoad, KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import PagedGPUConnector
-from lmcache_core.gpu_connectors.streams import ThreadStreams, record_event
+from lmcache_core.gpu_connectors.streams import ThreadStreams, record_event, wait_for_engine
 from lmcache_core.integrations.sglang.pools import Pool
 from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain, Lane
 from lmcache_core.record import StagedFrom
@@ -420,8 +420,7 @@ class PageCache:
     def _store_pages(self, store: _Store) -> bool:
         if not self._stores:
             return True
-        for event in store.events:
-            event.synchronize()
+        wait_for_engine(store.events, self._device)
         saving_s = len(store.keys) * self._page_s
         if not (self._store.is_worth(saving_s) and self._has_staging()):
             return False
