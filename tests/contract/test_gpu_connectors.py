@@ -17,6 +17,7 @@ from lmcache_core.gpu_connectors import (
     VLLMPagedMemGPUConnectorV2,
 )
 
+from tests.fixtures import cuda_streams
 from tests.suites.connector_suite import (
     NUM_TOKENS,
     ConnectorSuite,
@@ -134,6 +135,22 @@ class TestDeclared(PagedConnectorSuite):
     @pytest.fixture(params=DECLARED)
     def under_test(self, request):
         return PagedUnderTest(PagedGPUConnector(DECLARED[request.param]), DECLARED[request.param])
+
+
+class TestByCopyEngines(PagedConnectorSuite):
+    """Long runs are moved without kernels, wherever tokens are contiguous."""
+
+    @pytest.fixture(params=DECLARED)
+    def under_test(self, request, monkeypatch):
+        runtime = cuda_streams.install(monkeypatch, has_copy_engines=True)
+        layout = DECLARED[request.param]
+        yield PagedUnderTest(PagedGPUConnector(layout, staging_tokens=8), layout)
+        are_apart = any(
+            group.num_kv_heads > 1
+            and (group.packing is Packing.LAST_DIM or group.order is Order.HND)
+            for group in layout.groups
+        )
+        assert not (runtime.runs if are_apart else runtime.copied_bytes)
 
 
 class TestDeclaredStrided(PagedConnectorSuite):

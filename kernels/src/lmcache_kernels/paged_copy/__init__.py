@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from lmcache_kernels.errors import KernelInputError
+from lmcache_kernels.paged_copy.descriptors import Descriptors, descriptors_of
 from lmcache_kernels.paged_copy.reference import paged_gather_reference, paged_scatter_reference
 from lmcache_kernels.paged_copy.slot_runs import find_runs
 from lmcache_kernels.pages import MAX_WORD_BYTES, WORD_DTYPES, HostArray, Pages
@@ -35,11 +36,13 @@ class CheckedSlots:
         slots: int64 `[num_tokens]`, contiguous, on the pages' device; `slot = block * block_size +
             offset`. All exist.
         are_distinct: Whether no slot occurs twice; False if that was not checked.
+        on_host: The slots, if they were given on the CPU.
     """
 
     pages: Pages
     slots: torch.Tensor
     are_distinct: bool
+    on_host: torch.Tensor | None = None
 
     @classmethod
     def of(cls, pages: Pages, slot_mapping: torch.Tensor, once: bool) -> CheckedSlots:
@@ -66,11 +69,27 @@ class CheckedSlots:
         slots = slot_mapping.contiguous()
         if slots.shape[0]:
             _check_slots(slots, pages.num_slots, once)
-        return cls(pages, slots.to(pages.device), once)
+        on_host = slots if slots.device.type == "cpu" else None
+        return cls(pages, slots.to(pages.device), once, on_host)
 
     def part(self, begin: int, end: int) -> CheckedSlots:
         """Return the slots of tokens `[begin, end)`."""
-        return CheckedSlots(self.pages, self.slots[begin:end], self.are_distinct)
+        on_host = None if self.on_host is None else self.on_host[begin:end]
+        return CheckedSlots(self.pages, self.slots[begin:end], self.are_distinct, on_host)
+
+    def runs(self, writes_pages: bool, first: int, num_tokens: int) -> Descriptors | None:
+        """Describe a copy between these slots and consecutive tokens of a chunk; None if tokens are
+        not contiguous in the pages, the slots are on a device, or there are none, or `copy_with`
+        refuses to write to them. The arguments are those of `copy_with`.
+
+        Raises:
+            KernelInputError: They do not fit into the chunk.
+        """
+        self._check_place(first, num_tokens)
+        is_ambiguous = writes_pages and not (self.pages.are_distinct and self.are_distinct)
+        if is_ambiguous or self.on_host is None or not len(self.on_host):
+            return None
+        return descriptors_of(self.pages, self.on_host.numpy(), first, num_tokens)
 
     def copy_with(
         self, blob: torch.Tensor, writes_pages: bool, first: int = 0, num_tokens: int | None = None
@@ -88,12 +107,9 @@ class CheckedSlots:
         Raises:
             KernelInputError: They do not match.
         """
-        pages, num_slots = self.pages, self.slots.shape[0]
-        num_tokens = num_slots if num_tokens is None else num_tokens
-        if not 0 <= first <= num_tokens - num_slots:
-            raise KernelInputError(
-                f"{num_slots} slots for tokens from {first} of a chunk of {num_tokens}"
-            )
+        pages = self.pages
+        num_tokens = self.slots.shape[0] if num_tokens is None else num_tokens
+        self._check_place(first, num_tokens)
         expected = (pages.num_sides, pages.num_layers, num_tokens, pages.hidden_size)
         if tuple(blob.shape) != expected or not blob.is_contiguous():
             kind = "contiguous" if blob.is_contiguous() else "not contiguous"
@@ -113,6 +129,13 @@ class CheckedSlots:
         if writes_pages and not self.are_distinct:
             raise KernelInputError("these slots were checked for reading: one may occur twice")
         return PagedCopy(pages, self.slots, blob, first)
+
+    def _check_place(self, first: int, num_tokens: int) -> None:
+        num_slots = self.slots.shape[0]
+        if not 0 <= first <= num_tokens - num_slots:
+            raise KernelInputError(
+                f"{num_slots} slots for tokens from {first} of a chunk of {num_tokens}"
+            )
 
 
 @dataclass(frozen=True, eq=False)

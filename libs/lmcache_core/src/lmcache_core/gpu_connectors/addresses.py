@@ -4,16 +4,20 @@ chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from lmcache_kernels.errors import KernelInputError
 from lmcache_kernels.paged_copy import CheckedSlots, PagedCopy
+from lmcache_kernels.paged_copy.descriptors import Descriptors
 
 from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors.binding import Binding
+from lmcache_core.record import TensorSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,25 +88,61 @@ class Addresses:
         Raises:
             LayoutError: Some tokens were not checked, or the chunk does not fit.
         """
+        copies = []
+        with _explained(*wanted):
+            for part, spec in self._parts(end - start, wanted, group):
+                blob = staged[spec.offset : spec.offset + spec.length]
+                blob = blob.view(part.pages.dtype).view(spec.shape)
+                copy = part.copy_with(blob, writes_pages, wanted[0] - start, end - start)
+                copies.append((spec.offset, copy))
+        return copies
+
+    def runs(
+        self,
+        start: int,
+        end: int,
+        wanted: tuple[int, int],
+        writes_pages: bool,
+        group: int | None = None,
+    ) -> list[Descriptors] | None:
+        """Return the runs of bytes of each group, for copy engines; None if a group has none.
+
+        The arguments are those of `copies`.
+
+        Raises:
+            LayoutError: Some tokens were not checked, or do not fit into the chunk.
+        """
+        found = []
+        with _explained(*wanted):
+            for part, spec in self._parts(end - start, wanted, group):
+                runs = part.runs(writes_pages, wanted[0] - start, end - start)
+                if runs is None:
+                    return None
+                found.append(replace(runs, chunk=runs.chunk + np.uint64(spec.offset)))
+        return found
+
+    def _parts(
+        self, num_tokens: int, wanted: tuple[int, int], group: int | None
+    ) -> list[tuple[CheckedSlots, TensorSpec]]:
+        """Return the slots of the wanted tokens in each group, and the group's place in a chunk."""
         first, last = wanted
         if not self.begin <= first <= last <= self.end:
             raise LayoutError(
                 f"tokens [{first}, {last}) are not among those whose slots were checked,"
                 f" [{self.begin}, {self.end})"
             )
-        specs = self.binding.layout.tensor_specs(end - start)
-        parts = list(zip(self.slots, specs, strict=True))
-        copies = []
-        try:
-            for checked, spec in parts if group is None else [parts[group]]:
-                blob = staged[spec.offset : spec.offset + spec.length]
-                blob = blob.view(checked.pages.dtype).view(spec.shape)
-                part = checked.part(first - self.begin, last - self.begin)
-                copy = part.copy_with(blob, writes_pages, first - start, end - start)
-                copies.append((spec.offset, copy))
-        except KernelInputError as exc:
-            raise LayoutError(f"tokens [{first}, {last}): {exc}") from exc
-        return copies
+        specs = self.binding.layout.tensor_specs(num_tokens)
+        parts = [one.part(first - self.begin, last - self.begin) for one in self.slots]
+        both = list(zip(parts, specs, strict=True))
+        return both if group is None else [both[group]]
+
+
+@contextmanager
+def _explained(first: int, last: int) -> Iterator[None]:
+    try:
+        yield
+    except KernelInputError as exc:
+        raise LayoutError(f"tokens [{first}, {last}): {exc}") from exc
 
 
 def _mappings(slot_mapping: Any, names: Sequence[str]) -> list[torch.Tensor]:

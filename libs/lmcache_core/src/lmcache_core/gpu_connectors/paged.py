@@ -15,6 +15,7 @@ from lmcache_core.errors import LayoutError
 from lmcache_core.gpu_connectors.addresses import Addresses
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface, check_format, checked_tensor
 from lmcache_core.gpu_connectors.binding import Binding, bind_declared, bind_pairs, signature_of
+from lmcache_core.gpu_connectors.copy_engine import CopyEngine
 from lmcache_core.gpu_connectors.layout import KVLayout, gaps_between
 from lmcache_core.gpu_connectors.staging import Staging
 from lmcache_core.gpu_connectors.streams import LaunchedCopies, has_streams, record_event
@@ -46,6 +47,7 @@ class PagedConnector(GPUConnectorInterface):
         self._last: tuple[tuple[Any, ...], Binding] | None = None
         self._staging_tokens = staging_tokens
         self._staging = Staging() if staging is None else staging
+        self._copy_engine = CopyEngine()
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
@@ -70,6 +72,8 @@ class PagedConnector(GPUConnectorInterface):
         if decode is None:
             check_format(memory_obj)
             content = _content(memory_obj, binding.layout, end - start, is_filled=False)
+            if self._moved(content, addresses, (start, end), wanted, True, kwargs):
+                return
 
         progress = kwargs.get("progress")
         with self._staging.scattered.near(
@@ -143,6 +147,8 @@ class PagedConnector(GPUConnectorInterface):
         addresses = self._addresses(start, end, kwargs)
         binding = addresses.binding
         content = _content(memory_obj, binding.layout, end - start, is_filled=True)
+        if self._moved(content, addresses, (start, end), (start, end), False, kwargs):
+            return
         with self._staging.gathered.near(
             content, binding, end - start, self._staging_tokens, kwargs.get("after")
         ) as (staged, _):
@@ -160,6 +166,40 @@ class PagedConnector(GPUConnectorInterface):
                 launch_copy(content, staged, host=content)
             ended = record_event(binding.device)
         _launched(kwargs, read, ended)
+
+    def _moved(
+        self,
+        content: torch.Tensor,
+        addresses: Addresses,
+        chunk: tuple[int, int],
+        wanted: tuple[int, int],
+        to_pages: bool,
+        kwargs: dict[str, Any],
+    ) -> bool:
+        """Let copy engines move a chunk's long runs of bytes; return False if kernels are to copy.
+
+        Args:
+            content: The chunk, uint8, flat.
+            chunk: Its first token, and one past its last.
+            wanted: The same for the tokens to copy.
+            to_pages: False: from the pages.
+        """
+        engine, binding = self._copy_engine, addresses.binding
+        if not engine.serves(binding.device):
+            return False
+        runs = addresses.runs(*chunk, wanted, to_pages, kwargs.get("group"))
+        if runs is None or not engine.takes(runs, content):
+            return False
+        if not to_pages:
+            for gap in gaps_between(binding.layout.tensor_specs(chunk[1] - chunk[0])):
+                content[gap].zero_()
+        pair = self._staging.scattered if to_pages else self._staging.gathered
+        with pair.in_order(binding.device, kwargs.get("after")):
+            for run in runs:
+                engine.launch(run, content, binding.device, to_pages)
+            ended = record_event(binding.device)
+        _launched(kwargs, ended, ended)
+        return True
 
     def _binding(self, kwargs: dict[str, Any]) -> Binding:
         addresses: Addresses | None = kwargs.get("addresses")

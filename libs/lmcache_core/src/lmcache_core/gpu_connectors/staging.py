@@ -128,6 +128,12 @@ class StagingPair:
                 else:
                     yield unkept()
 
+    @contextmanager
+    def in_order(self, device: torch.device, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Run the block on the next buffer's stream, as `near` does, without its buffer."""
+        with self._lock, next(self._turns).in_order(device, after):
+            yield
+
 
 def _parts(num_bytes: int) -> tuple[int, int]:
     """Return the sizes of a buffer's parts for content and for scratch, which is aligned."""

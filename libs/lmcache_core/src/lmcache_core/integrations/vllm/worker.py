@@ -270,10 +270,16 @@ class WorkerSide:
             LayoutError: They do not match vLLM's description, or the pattern came back changed.
         """
         self._workers.open()
+        memories = [
+            memory_of(group, kv_caches, num_blocks, self._layout, backends_of(group.layers))
+            for group in self._groups
+        ]
+        device = memories[0].kvcaches[0].device if memories else torch.device("cpu")
+        if has_streams(device):
+            # Before the engine serves: its calls of CUDA would wait for this.
+            self._store.pin_memory(device)
         transfers = []
-        for group in self._groups:
-            backends = backends_of(group.layers)
-            memory = memory_of(group, kv_caches, num_blocks, self._layout, backends)
+        for group, memory in zip(self._groups, memories, strict=True):
             tried = self._transfer_of(group, memory, keeps_staging=False)
             through_store = tried.transfer.through_store
             run_canary(tried.connector, memory.kvcaches, memory.engine, through_store)
@@ -282,11 +288,9 @@ class WorkerSide:
             # when first needed.
             transfers.append(self._transfer_of(group, memory, self._decoder_of(memory)))
         self._transfers = transfers
-        if transfers and has_streams(self._device):
-            # Before the engine serves: its calls of CUDA would wait for this.
-            self._store.pin_memory(self._device)
+        if has_streams(device):
             # A memory pool that this thread is in does not hold what another thread takes.
-            with ThreadPoolExecutor(1, initializer=use_device, initargs=(self._device,)) as outside:
+            with ThreadPoolExecutor(1, initializer=use_device, initargs=(device,)) as outside:
                 outside.submit(self._take_memory).result()
         self._loads.open()
         self._store_threads.open()
