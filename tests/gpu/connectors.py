@@ -15,6 +15,8 @@ from tests.gpu.report import Report
 NUM_BLOCKS = 96
 NUM_TOKENS = 256
 DTYPES = ("bfloat16", "float8_e4m3fn", "float32")
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""What elements are compared as, by their bytes: not every dtype can be indexed on a device."""
 FAR_BYTES = 3 << 30
 """Between two blocks, so that the last of three begins beyond 32 bits."""
 
@@ -63,10 +65,12 @@ class Pages:
         return cls(KVLayout((group,)), tensors, views)
 
     def content(self, slots: torch.Tensor) -> torch.Tensor:
-        """All sides of all layers of these slots, by plain indexing."""
-        size = self.views[0].shape[1]
+        """All sides of all layers of these slots, by plain indexing, as words on the device."""
+        view = self.views[0]
+        size, word = view.shape[1], WORDS[view.element_size()]
+        slots = slots.to(view.device)
         blocks, offsets = slots // size, slots % size
-        return torch.stack([view.cpu()[blocks, offsets] for view in self.views])
+        return torch.stack([view.view(word)[blocks, offsets] for view in self.views])
 
 
 def run(report: Report) -> None:
