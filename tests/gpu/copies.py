@@ -39,13 +39,13 @@ class Copies:
         @contextlib.contextmanager
         def watched_near(
             pair: StagingPair, content: torch.Tensor | None, binding: Binding, *args: Any
-        ) -> Iterator[torch.Tensor]:
-            with near(pair, content, binding, *args) as staged:
+        ) -> Iterator[Any]:
+            with near(pair, content, binding, *args) as lent:
                 if self._max_spin_cycles and binding.device.type == "cuda":
                     torch.cuda._sleep(self._dice.randrange(self._max_spin_cycles))
                 if content is not None:
                     self.are_pinned[threading.current_thread().name] = content.is_pinned()
-                yield staged
+                yield lent
 
         return watched_near
 

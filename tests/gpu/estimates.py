@@ -35,7 +35,7 @@ LLAMA, CACHEGEN = "Llama-3.1-8B", f"GPU: cachegen {Profile.STANDARD}"
 ESTIMATES = (
     Estimate(
         f"load, {LLAMA}, pageable",
-        "110 to 200 ms",
+        "89 to 215 ms",
         "1.07 GB at 5 to 12 GB/s",
         f"{LLAMA}: load, pageable arena",
     ),
@@ -55,8 +55,8 @@ ESTIMATES = (
     ),
     Estimate(
         f"load, {LLAMA}, `cachegen` in shared memory",
-        "5 to 7 ms",
-        "4.1 times fewer bytes; decoding at 150 to 200 GB/s",
+        "10 to 15 ms",
+        "4.1 times fewer bytes; 32 decodes of 0.15 to 0.3 ms, and as long to launch each",
     ),
     Estimate(
         "load, 70B at tensor parallelism 8, a rank, pinned",
@@ -66,8 +66,8 @@ ESTIMATES = (
     ),
     Estimate(
         "load, DeepSeek-V3, a rank, pinned",
-        "12 ms",
-        "0.58 GB / 55 + 32 scatters of 0.05 ms",
+        "15 to 20 ms",
+        "0.58 GB / 30 to 40 + 32 scatters of 0.05 ms: eight ranks share two sockets' memory",
         "DeepSeek-V3, latent: load, pinned arena",
     ),
     Estimate(f"recompute, {LLAMA}", "218 ms", "37,500 tokens/s, at 600 TFLOP/s a GPU"),
@@ -81,14 +81,14 @@ ESTIMATES = (
     ),
     Estimate(
         "a store's time in the step",
-        "1 to 2 ms",
-        "32 gathers of 25 to 35 µs",
+        "near 0 on the host; 1 to 2 ms of the GPU beside it",
+        "other threads launch; 32 gathers of 25 to 35 µs",
         f"{LLAMA}: matrix products during stores",
     ),
     Estimate(
         "gather or scatter, a chunk of 32 MiB",
         "30 to 75 µs",
-        "64 MiB moved at 2 to 3.4 TB/s (limit 4.3: 16 µs), 10 to 40 µs to launch",
+        "64 MiB moved at 2 to 3 TB/s (limit 3.35: 20 µs), 10 to 40 µs to launch",
         "GPU: paged gather",
     ),
     Estimate(
@@ -107,6 +107,11 @@ ESTIMATES = (
         "digest, a chunk of 32 MiB, one core",
         "2 ms",
         "34 MB / 15 from memory; 26 GB/s from a cache",
+    ),
+    Estimate(
+        f"load, {LLAMA}, `verify_hot: always`",
+        "65 to 75 ms",
+        "one thread digests 1.07 GB at 14 to 16 GB/s",
     ),
     Estimate(
         "register an arena of 100 GB",

@@ -142,7 +142,8 @@ def test_one_value_sizes_the_arena(models: Rendering, model: str, arena_gb: floa
     assert volume["medium"] == "Memory"
     assert bytes_of(volume["sizeLimit"]) > arena
     limit = bytes_of(sidecar["resources"]["limits"]["memory"])
-    assert limit > bytes_of(volume["sizeLimit"])
+    page_tables = arena // 256
+    assert limit == arena + (512 << 20) + page_tables
     assert sidecar["resources"]["requests"]["memory"] == sidecar["resources"]["limits"]["memory"]
     config = models.config(f"vllm-{model}")
     assert config["arena_gb"] == arena_gb

@@ -111,9 +111,17 @@ def test_the_events_of_tiers_are_documented(sections: Mapping[str, str]) -> None
 
 def test_the_connectors_metrics_are_documented(sections: Mapping[str, str]) -> None:
     with imported_connector():
-        from lmcache_core.integrations.vllm.stats import DESCRIBED, OBSERVED, PROMETHEUS_PREFIX
+        from lmcache_core.integrations.vllm import stats
 
-        kinds = dict.fromkeys(DESCRIBED, "counter") | dict.fromkeys(OBSERVED, "histogram")
+        kinds = {
+            stats.PROMETHEUS_PREFIX + name: kind
+            for kind, names in (
+                ("counter", stats.DESCRIBED),
+                ("gauge", stats.GAUGES),
+                ("histogram", stats.OBSERVED),
+            )
+            for name in names
+        }
     assert documented(sections["vLLM's connector"]) == {
-        f"{PROMETHEUS_PREFIX}{name}": Exposed(kind, frozenset()) for name, kind in kinds.items()
+        name: Exposed(kind, frozenset()) for name, kind in kinds.items()
     }

@@ -1078,6 +1078,11 @@ def check_signals(place: Path, seed: int) -> None:
             time.sleep(1)
         return 3
 
+    def exits() -> int:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(6))
+        time.sleep(1000)
+        return 0
+
     def in_loop() -> int:
         async def main() -> None:
             told = asyncio.Event()
@@ -1103,12 +1108,12 @@ def check_signals(place: Path, seed: int) -> None:
     def main() -> int:
         wait = world.kernel.wait_process
         codes = []
-        for function in (handled, in_loop, unhandled):
+        for function in (handled, exits, in_loop, unhandled):
             process = world.kernel.start_process(function.__name__, machine, function)
             time.sleep(5)
             world.signal(process, signal.SIGTERM)
             codes.append(wait(process, 5))
-        assert codes == [3, 4, -signal.SIGTERM], codes
+        assert codes == [3, 6, 4, -signal.SIGTERM], codes
         process = world.kernel.start_process("unhandled", machine, unhandled)
         time.sleep(1)
         world.signal(process, signal.SIGKILL)

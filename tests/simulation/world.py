@@ -202,10 +202,19 @@ class World:
             process.pause()
         elif number == signal.SIGCONT:
             process.resume()
-        elif (handler := process.signals.get(number)) is not None:
-            self.kernel.spawn(process, f"{process.name}.signal", lambda: handler(number, None))
+        elif number in process.signals:
+            self.kernel.spawn(
+                process, f"{process.name}.signal", lambda: self._handle(process, number)
+            )
         else:
             self.kernel.end_process(process, -number)
+
+    def _handle(self, process: Process, number: int) -> None:
+        """Call a handler, which may end the process, as it would in its main thread."""
+        try:
+            process.signals[number](number, None)
+        except SystemExit as exc:
+            self.kernel.end_process(process, int(exc.code or 0))
 
 
 class _NoMode(contextlib.ContextDecorator):

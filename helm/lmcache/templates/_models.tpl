@@ -106,7 +106,9 @@ than the limit. The webhook has the same rule (`lmcache_webhook.injection.sideca
   resources:
     {{- $arenaMi := include "lmcache-common.mib" (dict "name" "sidecar.arenaSize" "value" $sidecar.arenaSize) }}
     {{- $overheadMi := include "lmcache-common.mib" (dict "name" "sidecar.memoryOverhead" "value" $sidecar.memoryOverhead) }}
-    {{- $memoryMi := add $arenaMi $overheadMi }}
+    {{- /* Page tables of an arena that is mapped twice, with pages of 4 KiB. */}}
+    {{- $tablesMi := divf $arenaMi 256 | ceil | int64 }}
+    {{- $memoryMi := add $arenaMi $overheadMi $tablesMi }}
     {{- $resources := include "lmcache.sidecarResources" . | fromYaml }}
     {{- include "lmcache-common.resourcesWithMemory" (dict "resources" $resources "memoryMi" $memoryMi) | nindent 4 }}
   # When the pod is to end, at once: its drain begins while vLLM still answers what it has. (SIGTERM comes when vLLM has ended.) A hook of

@@ -1,4 +1,4 @@
-"""Conversion of floating-point words in Triton kernels, and launching."""
+"""Conversion of floating-point words in Triton kernels, sizes for them, and launching."""
 
 from __future__ import annotations
 
@@ -30,6 +30,20 @@ def launching(device: torch.device) -> AbstractContextManager[object]:
             f"tensors are on {device}; this op has a kernel for CUDA devices only"
         )
     return nullcontext()
+
+
+def unspecialized(*sizes: int) -> tuple[int, ...]:
+    """Return sizes for an argument of a kernel that is a tuple: odd numbers above 1, of which the
+    kernel takes `size_of`. For sizes that are 1 or multiples of 16 Triton would compile again,
+    while a request waits, and `do_not_specialize` does not reach into tuples.
+    """
+    return tuple(2 * size + 3 for size in sizes)
+
+
+@triton.jit
+def size_of(number):  # type: ignore[no-untyped-def]
+    """Return one of the sizes that were given to `unspecialized`."""
+    return (number >> 1) - 1
 
 
 @triton.jit  # type: ignore[untyped-decorator]

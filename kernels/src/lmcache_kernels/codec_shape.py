@@ -19,6 +19,8 @@ LOWEST_STATE = 1 << 15
 """Between symbols the state of a coder is in `LOWEST_STATE … 2^31 - 1`."""
 DELTA_FLAG = 128
 """Flag in the byte of a group of channels, which also contains the number of its table."""
+MAX_STEPS_IN_REGISTERS = 8
+"""Steps per row whose previous values fit into one 64-bit register of each lane, one byte each."""
 MAX_GROUP = 64
 MAX_TOKENS = 1 << 15
 MAX_CHANNELS = 1 << 20
@@ -82,6 +84,17 @@ class CodecShape:
     def sections(self) -> int:
         """Sections of a plane."""
         return -(-self.channels // self.section)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the kernel needs no scratch: the width of every section is a multiple of `LANES`,
+        and at most `MAX_STEPS_IN_REGISTERS` times that.
+        """
+        return (
+            self.channels % LANES == 0
+            and self.section % LANES == 0
+            and self.section <= MAX_STEPS_IN_REGISTERS * LANES
+        )
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from lmcache_kernels.codec_shape import MAX_LEVELS, PRECISION_BITS
 from lmcache_kernels.errors import KernelInputError
 
+MAX_KEPT = 64
 Integers = npt.NDArray[np.int64]
 
 
@@ -52,6 +53,7 @@ class CodecTables:
     strides: tuple[int, ...]
     start_and_frequency: torch.Tensor
     slot_symbol: torch.Tensor
+    _kept: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, alphabets: Sequence[Alphabet], device: torch.device) -> CodecTables:
@@ -98,7 +100,8 @@ class CodecTables:
         return self.slot_symbol.shape[1] >> PRECISION_BITS
 
     def of_planes(self, levels: Sequence[int]) -> torch.Tensor:
-        """Return the facts about each plane that kernels need.
+        """Return the facts about each plane that kernels need. They are kept on the device, for as
+        many as `MAX_KEPT` kinds of chunks: sending them waits for it.
 
         Args:
             levels: Levels of each plane.
@@ -110,6 +113,9 @@ class CodecTables:
         Raises:
             KernelInputError: There are no tables for some levels.
         """
+        kept = self._kept.get(tuple(levels))
+        if kept is not None:
+            return kept
         rows = {
             own: (own, i, self.first_entries[i], self.strides[i])
             for i, own in enumerate(self.levels)
@@ -120,7 +126,10 @@ class CodecTables:
                 f"no tables for {min(absent)} levels; there are tables for"
                 f" {', '.join(map(str, self.levels))}"
             )
-        return torch.tensor([rows[own] for own in levels], dtype=torch.int32).to(self.device)
+        planes = torch.tensor([rows[own] for own in levels], dtype=torch.int32).to(self.device)
+        if len(self._kept) < MAX_KEPT:  # none is dropped: a launch may still read it
+            self._kept[tuple(levels)] = planes
+        return planes
 
 
 def _check(alphabet: Alphabet, num_tables: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -36,6 +37,7 @@ class Pages:
         hidden_size: Elements of one token on one side of one layer: `num_heads * head_size`.
         row_bytes: Bytes of one token on one side of one layer.
         run_bytes: Bytes of one token that are contiguous in every tensor: a whole row, or one head.
+        are_rows_adjacent: Whether the tokens of a block are one contiguous run in every tensor.
         alignment_bytes: Common divisor of every address, stride and contiguous run.
         are_distinct: Whether no two tensors begin at the same address.
         dtype: Dtype of every tensor.
@@ -55,7 +57,7 @@ class Pages:
         strides = [_used_strides(page) for page in tensors]
         is_one_run = all(head in (0, head_size) for _, _, head in strides)
         self.run_bytes = self.row_bytes if is_one_run else head_size * size
-        self._are_rows_adjacent = is_one_run and all(
+        self.are_rows_adjacent = is_one_run and all(
             token in (0, self.hidden_size) for _, token, _ in strides
         )
         self._strides = [
@@ -103,17 +105,22 @@ class Pages:
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """Description of all tensors for one launch: int64 `[len(tensors), 5]` on their device.
+        """Description of all tensors for one launch: `rows`, int64, on their device."""
+        return torch.from_numpy(self.rows).to(self.device)
 
-        For each tensor its address, its strides between blocks, tokens and heads (all in bytes),
-        and the block size.
+    @cached_property
+    def rows(self) -> HostArray:
+        """Description of all tensors, int64 `[len(tensors), 5]`: for each its address, its strides
+        between blocks, tokens and heads (all in bytes), and the block size.
         """
         size = self.dtype.itemsize
-        rows = [
-            (page.data_ptr(), *(stride * size for stride in strides), self.block_size)
-            for page, strides in zip(self.tensors, self._strides, strict=True)
-        ]
-        return torch.tensor(rows, dtype=torch.int64).to(self.device)
+        return np.array(
+            [
+                (page.data_ptr(), *(stride * size for stride in strides), self.block_size)
+                for page, strides in zip(self.tensors, self._strides, strict=True)
+            ],
+            np.int64,
+        )
 
     def words(self, word_bytes: int) -> tuple[torch.Tensor, ...]:
         """Return each tensor as untyped words, sharing memory: `[num_blocks, block_size, row]`, or
@@ -149,7 +156,7 @@ class Pages:
         """
         if (word_bytes, unit) not in self._units:
             self._units[word_bytes, unit] = [
-                _cut(words, unit, self._are_rows_adjacent) for words in self.words(word_bytes)
+                _cut(words, unit, self.are_rows_adjacent) for words in self.words(word_bytes)
             ]
         return self._units[word_bytes, unit]
 

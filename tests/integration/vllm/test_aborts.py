@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lmcache_core.engine import ChunkStore
-from lmcache_core.integrations.vllm.worker import MAX_REST_S, LoadThread
+from lmcache_core.integrations.vllm.worker import MAX_REST_S, LoadThreads
 
 from tests.fixtures.vllm_engine import (
     FULL,
@@ -141,7 +141,7 @@ def test_a_step_waits_for_a_load_only_if_nothing_else_runs(
     world = World(module, model, Shape(num_blocks=60))
     with world as engine:
         waits: list[float] = []
-        monkeypatch.setattr(LoadThread, "wait", lambda thread, limit_s: waits.append(limit_s))
+        monkeypatch.setattr(LoadThreads, "wait", lambda thread, limit_s: waits.append(limit_s))
         other = None if is_alone else engine.add(prompt(2, 20), 12)
         world.shut(True)
         loading = engine.add(prompt(1, 43))

@@ -10,9 +10,12 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import lmcache_kernels.blend_select.kernel as select_kernels
+import lmcache_kernels.paged_copy.kernel as paged_kernels
 import lmcache_kernels.rope_rotate.kernel as rotate_kernels
 import torch
+from lmcache_kernels.paged_copy import CheckedSlots
 from lmcache_kernels.paged_copy.kernel import paged_gather_kernel, paged_scatter_kernel
+from lmcache_kernels.pages import Pages
 from lmcache_kernels.rope_rotate import Rotation
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
@@ -21,21 +24,21 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 NOT_EXACT = re.compile(r"\b(fma|mad)\.\S*f32|\.ftz|div\.(approx|full)|sqrt\.approx")
+PARTS = ((0, 32, 0, 32), (16, 272, 0, 256), (7, 9, 7, 256), (0, 1, 0, 1))
+"""Slots, begin and end; the chunk's token that belongs to the first, and its tokens."""
 KERNELS_OF_TOKENS = {"rope_rotate_kernel", "deviation_kernel"}
 
 
 def compile_paged(target: GPUTarget) -> None:
     arguments = {"table_ptr": "*i64", "slots_ptr": "*i64", "blob_ptr": "*u8"}
-    # Every width; a single token, and heads that lie apart, at one width.
-    cases = [(alignment_bytes, {}, 250) for alignment_bytes in (1, 2, 4, 8, 16)]
-    cases += [(16, {(3, 0): 1}, 250), (4, {}, 50)]
+    # Every width, and heads that lie apart.
+    cases = [(alignment_bytes, 250) for alignment_bytes in (1, 2, 4, 8, 16)] + [(4, 50)]
     for kernel in (paged_gather_kernel, paged_scatter_kernel):
-        for alignment_bytes, num_tokens, run_words in cases:
+        for alignment_bytes, run_words in cases:
             fixed = {"ROW_WORDS": 250, "RUN_WORDS": run_words, "ALIGNMENT_BYTES": alignment_bytes}
             constants = dict.fromkeys(fixed, "constexpr")
-            sizes = ("constexpr" if num_tokens else "i32", "i32")
-            signature = arguments | {"sizes": sizes} | constants
-            source = ASTSource(kernel, signature, fixed | num_tokens)
+            signature = arguments | {"sizes": ("i32", "i32")} | constants
+            source = ASTSource(kernel, signature, fixed)
             done = triton_compile(source, target=target).asm
             assert "cubin" in done
             assert ("ld.global.v2.b64" in done["ptx"]) == (alignment_bytes == 16)
@@ -62,6 +65,23 @@ def compile_instead_of_launching(target: GPUTarget, *modules) -> list:
         assert hasattr(module, "launching"), module
         module.launching = lambda _device: nullcontext()
     return made
+
+
+def check_one_program_for_all_sizes(made: list) -> None:
+    """Whatever is copied after the canary, of that layout: chunks, and parts of them from any token
+    on.
+    """
+    for row in (64, 33):  # of 32-bit words
+        pages = Pages.of([torch.zeros(40, 16, 1, row, dtype=torch.float32) for _ in range(2)])
+        slots = CheckedSlots.of(pages, torch.arange(640), once=True)
+        for to_pages in (False, True):
+            made.clear()
+            for begin, end, first, num_tokens in PARTS:
+                blob = torch.zeros(1, 2, num_tokens, row)
+                copy = slots.part(begin, end).copy_with(blob, to_pages, first, num_tokens)
+                paged_kernels.launch(copy, to_pages)
+            assert len({id(kernel) for _, kernel in made}) == 1, f"rows of {row} words"
+    made.clear()
 
 
 def launch_blending() -> None:
@@ -111,6 +131,7 @@ def main() -> None:
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     compile_paged(target)
     made = compile_instead_of_launching(target, rotate_kernels, select_kernels)
+    check_one_program_for_all_sizes(made)
     launch_blending()
     assert {name for name, _ in made} == {*KERNELS_OF_TOKENS, "select_kernel"}
     for name, kernel in made:

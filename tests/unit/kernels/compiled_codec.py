@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from compiled import check, compile_instead_of_launching
+from lmcache_core.serde.device import decodes_rightly
 from lmcache_kernels.cachegen_decode import cachegen_decode
 from lmcache_kernels.cachegen_decode import kernel as decode_kernels
 from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes
@@ -41,6 +42,17 @@ def launch(dtype: torch.dtype, shape: CodecShape, by_token: bool) -> None:
     cachegen_decode(encoded, scales, levels, shape, tables, out, by_token)
 
 
+def check_trial(made: list) -> None:
+    """What is tried before serving is the program that serving runs."""
+    for shape in SHAPES:
+        made.clear()
+        for by_token in (True, False):
+            launch(torch.bfloat16, shape, by_token)
+        decodes_rightly(torch.device("cpu"), torch.bfloat16, shape.tokens, shape.channels)
+        assert len(made) == 4
+        assert len({id(kernel) for _, kernel in made}) == 2, f"for values of {shape}"
+
+
 def main() -> None:
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     made = compile_instead_of_launching(target, decode_kernels)
@@ -49,6 +61,7 @@ def main() -> None:
             launch(dtype, SHAPES[0], by_token)
         for shape in SHAPES[1:]:
             launch(torch.bfloat16, shape, by_token)
+    check_trial(made)
     assert {name for name, _ in made} == {"decode_kernel"}
     for name, kernel in made:
         check(name, kernel)

@@ -16,7 +16,7 @@ from lmcache_kernels.codec_shape import (
     CodecShape,
     EncodedPlanes,
 )
-from lmcache_kernels.codec_tables import CodecTables
+from lmcache_kernels.codec_tables import MAX_KEPT, CodecTables
 
 CPU = torch.device("cpu")
 TOTAL = 1 << PRECISION_BITS
@@ -45,6 +45,15 @@ def test_planes_find_their_tables(tables):
         KernelInputError, match="no tables for 5 levels; there are tables for 1, 7, 127"
     ):
         tables.of_planes([7, 5])
+
+
+def test_facts_about_planes_are_sent_once(tables):
+    """For each kind of chunk: the host would wait for the device each time."""
+    assert tables.of_planes([7, 1]) is tables.of_planes((7, 1))
+    kinds = [[level] * count for level in tables.levels for count in range(1, MAX_KEPT)]
+    found = [tables.of_planes(kind).tolist() for kind in kinds]
+    assert found == [tables.of_planes(kind).tolist() for kind in kinds]
+    assert tables.of_planes(kinds[-1]) is not tables.of_planes(kinds[-1]), "their number is bounded"
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from lmcache_kernels.paged_copy import (
     paged_scatter_reference,
     paged_scatter_steps,
 )
+from lmcache_kernels.paged_copy.descriptors import descriptors_of
 from lmcache_kernels.pages import Pages
 
 from tests.fixtures.paged_cases import (
@@ -47,6 +50,26 @@ def scatter_by_reference(pages, slots, blob):
     paged_scatter_reference(checked_copy(pages, slots, blob, writes_pages=True))
 
 
+def described_copy(copy, to_pages):
+    """What a copy engine does; where tokens are not contiguous, what a kernel does."""
+    slots, chunk = copy.slots.numpy(), copy.blob
+    runs = len(slots) and descriptors_of(copy.pages, slots, copy.first, chunk.shape[2])
+    if not runs:
+        (paged_scatter_reference if to_pages else paged_gather_reference)(copy)
+        return
+    for page, offset, size in zip(runs.pages, runs.chunk, runs.sizes, strict=True):
+        both = int(page), chunk.data_ptr() + int(offset)
+        ctypes.memmove(*(both if to_pages else both[::-1]), int(size))
+
+
+def gather_by_runs(pages, slots, blob):
+    described_copy(checked_copy(pages, slots, blob, writes_pages=False), to_pages=False)
+
+
+def scatter_by_runs(pages, slots, blob):
+    described_copy(checked_copy(pages, slots, blob, writes_pages=True), to_pages=True)
+
+
 def check_op(op, to_pages, *args, **options):
     """That an op writes what it should, and no other byte of the pool."""
     case, expected = (filled_case(*args, **options) for _ in range(2))
@@ -60,8 +83,10 @@ def check_op(op, to_pages, *args, **options):
     [
         (paged_gather, False),
         (gather_by_reference, False),
+        (gather_by_runs, False),
         (paged_scatter, True),
         (scatter_by_reference, True),
+        (scatter_by_runs, True),
     ],
 )
 @pytest.mark.parametrize(("dtype", "form", "aligned"), COMBINATIONS)
@@ -83,8 +108,10 @@ def scatter_steps(copy):
     [
         (gather_steps, False),
         (paged_gather_reference, False),
+        (partial(described_copy, to_pages=False), False),
         (scatter_steps, True),
         (paged_scatter_reference, True),
+        (partial(described_copy, to_pages=True), True),
     ],
 )
 @pytest.mark.parametrize("form", FORMS)
@@ -94,6 +121,19 @@ def test_a_part_of_a_chunk_is_copied_in_its_place(begin, end, form, op, to_pages
     op(case.part(begin, end, to_pages))
     expected.copy_slowly(to_pages, begin, end)
     assert torch.equal(case.pool, expected.pool)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_blocks_are_one_run_where_rows_are_adjacent(form):
+    """K and V of a head side by side, or heads before tokens, are not."""
+    case = filled_case(torch.float16, (2, 5, 4, 2, 8, 0, 3), slots=[8, 9, 10, 11, 4, 5, 6, 7, 12])
+    pages = build_case(torch.float16, (2, 5, 4, 2, 8, 0, 3), form=form).args()[0]
+    runs = descriptors_of(pages, case.slots.numpy(), 0, len(case.slots))
+    if form in ("NHD", "latent"):
+        row = 2 * 8 * 2
+        assert runs.sizes.tolist() == [4 * row, 4 * row, row] * len(pages.tensors)
+    else:
+        assert runs is None
 
 
 @pytest.mark.parametrize("first", [-1, 2])
@@ -250,6 +290,18 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(op, change):
     with pytest.raises(KernelInputError):
         op(*case.args())
     assert torch.equal(case.pool, before)
+
+
+def test_repeated_slots_are_counted_without_sorting_them(monkeypatch):
+    """On the host, torch would take threads, which wait for processors that the engine uses."""
+    for name in ("sort", "aminmax"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+        monkeypatch.setattr(torch, name, None)
+    pages = Pages.of([torch.zeros(4, 2, 1, 1)])
+    CheckedSlots.of(pages, torch.tensor([3, 1, 7, 0]), once=True)
+    CheckedSlots.of(pages, torch.tensor([3, 3]), once=False)
+    with pytest.raises(KernelInputError, match="names 3 slots more than once"):
+        CheckedSlots.of(pages, torch.tensor([3, 1, 7, 1, 0, 7, 7]), once=True)
 
 
 def test_a_cpu_op_does_not_import_triton():

@@ -303,8 +303,8 @@ def test_one_value_sizes_arena_volume_and_memory(options: InjectionOptions) -> N
     assert (
         sidecar["resources"]["limits"]["memory"]
         == sidecar["resources"]["requests"]["memory"]
-        == f"{int(16.5 * 1024) + 512}Mi"
-    )
+        == f"{int(16.5 * 1024) + 512 + 66}Mi"
+    ), "arena, overhead and page tables"
     assert named(changed["spec"]["volumes"], "lmcache-disk")["emptyDir"] == {"sizeLimit": "56Gi"}
     settings = settings_of(changed)
     assert (settings.arena_gb, settings.disk_gb, str(settings.disk_path)) == (

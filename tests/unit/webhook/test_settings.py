@@ -83,9 +83,9 @@ def test_a_template_lies_over_the_sidecar(tmp_path: Path) -> None:
     assert sidecar["resources"]["requests"] == {
         "cpu": "2",
         "ephemeral-storage": "1Gi",
-        "memory": "8704Mi",
+        "memory": "8736Mi",
     }
-    assert sidecar["resources"]["limits"] == {"cpu": "4", "memory": "8704Mi"}
+    assert sidecar["resources"]["limits"] == {"cpu": "4", "memory": "8736Mi"}
     assert sidecar["securityContext"] == {**plain_one["securityContext"], "runAsUser": 5}
     assert sidecar["livenessProbe"] == {"tcpSocket": {"port": 8084}}
     names = [one["name"] for one in sidecar["env"]]

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lmcache_kernels.arithmetic import EXACT, launching, narrow
+from lmcache_kernels.arithmetic import EXACT, launching, narrow, size_of, unspecialized
 from lmcache_kernels.checks import KINDS, WORD_DTYPES
 from lmcache_kernels.codec_shape import (
     DELTA_FLAG,
@@ -19,8 +19,6 @@ from lmcache_kernels.codec_shape import (
 )
 from lmcache_kernels.codec_tables import CodecTables
 
-MAX_STEPS_IN_REGISTERS = 8
-"""Steps per row whose previous values fit into one 64-bit register of each lane, one byte each."""
 _LANES = tl.constexpr(LANES)
 _STATE_WORDS = tl.constexpr(STATE_WORDS)
 _PRECISION_BITS = tl.constexpr(PRECISION_BITS)
@@ -203,16 +201,17 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             valid encoding, else 1; and, unless `IS_DIRECT`, uint8 `[planes * sections, tokens *
             channels of a section]`, scratch.
         sizes: Total number of words (at least 1), tables of an alphabet, tokens, channels, groups,
-            channels of a section, log2 of the channels of a group.
+            channels of a section, log2 of the channels of a group (`unspecialized`).
         KIND: Dtype of the output.
         BY_TOKEN: Whether there is a scale for each token.
-        IS_DIRECT: Whether the width of every section is a multiple of `LANES`, and at most
-            `MAX_STEPS_IN_REGISTERS` times that.
+        IS_DIRECT: See `CodecShape`.
     """
     words_ptr, ends_ptr, lengths_ptr, shifts_ptr, shapes_ptr, scales_ptr = encoded
     planes_ptr, slot_symbol_ptr, entries_ptr = tables
     out_ptr, status_ptr, symbols_ptr = outputs
-    num_words, num_tables, tokens, channels, groups, section_channels, group_bits = sizes
+    num_words, num_tables = size_of(sizes[0]), size_of(sizes[1])
+    tokens, channels, groups = size_of(sizes[2]), size_of(sizes[3]), size_of(sizes[4])
+    section_channels, group_bits = size_of(sizes[5]), size_of(sizes[6])
     section = tl.program_id(0).to(tl.int64)
     sections = (channels + section_channels - 1) // section_channels
     number = section // sections
@@ -275,14 +274,9 @@ def launch(
         KernelInputError: There is no kernel for the tensors' device.
     """
     num_streams = shape.planes * shape.sections
-    is_direct = (
-        shape.channels % LANES == 0
-        and shape.section % LANES == 0
-        and shape.section <= MAX_STEPS_IN_REGISTERS * LANES
-    )
     status = torch.empty(num_streams, dtype=torch.uint8, device=out.device)
     symbols = torch.empty(
-        1 if is_direct else num_streams * shape.tokens * shape.section,
+        1 if shape.is_direct else num_streams * shape.tokens * shape.section,
         dtype=torch.uint8,
         device=out.device,
     )
@@ -294,7 +288,7 @@ def launch(
         encoded.shapes,
         scales,
     )
-    sizes = (
+    sizes = unspecialized(
         len(encoded.words),
         tables.num_tables,
         *shape.sizes[1:],
@@ -302,7 +296,7 @@ def launch(
         shape.section,
         shape.group.bit_length() - 1,
     )
-    facts = {"KIND": KINDS[out.dtype], "BY_TOKEN": by_token, "IS_DIRECT": is_direct}
+    facts = {"KIND": KINDS[out.dtype], "BY_TOKEN": by_token, "IS_DIRECT": shape.is_direct}
     with launching(out.device):
         decode_kernel[(num_streams,)](
             streams,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from lmcache_kernels.errors import KernelInputError
@@ -243,11 +244,8 @@ def _as_slice(numbers: HostArray) -> HostArray | slice:
 
 
 def _check_slots(slots: torch.Tensor, num_slots: int, once: bool) -> None:
-    facts = [*torch.aminmax(slots)]
-    if once:
-        ordered = slots.sort().values
-        facts.append((ordered[1:] == ordered[:-1]).sum())
-    low, high, *repeats = torch.stack(facts).tolist()  # waits for the device once
+    facts_of = _facts_on_host if slots.device.type == "cpu" else _facts_on_device
+    low, high, *repeats = facts_of(slots, num_slots, once)
     if low < 0 or high >= num_slots:
         raise KernelInputError(
             f"slot_mapping contains {low if low < 0 else high}; the slots of these pages are 0 …"
@@ -257,3 +255,27 @@ def _check_slots(slots: torch.Tensor, num_slots: int, once: bool) -> None:
         raise KernelInputError(
             f"slot_mapping names {repeats[0]} slots more than once: a slot has the KV of one token"
         )
+
+
+def _facts_on_host(slots: torch.Tensor, num_slots: int, once: bool) -> list[int]:
+    """Return the smallest and the largest slot and, if they exist, how many were named before: by
+    numpy, as torch would take threads whose processors the engine uses.
+    """
+    host: HostArray = slots.numpy()
+    low, high = int(host.min()), int(host.max())
+    if not once or low < 0 or high >= num_slots:
+        return [low, high]
+    numbers = np.arange(len(host), dtype=np.int32)
+    kept = np.empty(high + 1, np.int32)
+    kept[host] = numbers  # a slot keeps one of its tokens; the others do not find theirs again
+    return [low, high, int(np.count_nonzero(kept[host] != numbers))]
+
+
+def _facts_on_device(slots: torch.Tensor, num_slots: int, once: bool) -> list[int]:
+    """Return the same; wait for the device once."""
+    facts = [*torch.aminmax(slots)]
+    if once:
+        ordered = slots.sort().values
+        facts.append((ordered[1:] == ordered[:-1]).sum())
+    found: list[int] = torch.stack(facts).tolist()
+    return found

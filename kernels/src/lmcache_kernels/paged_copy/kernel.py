@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lmcache_kernels.arithmetic import size_of, unspecialized
 from lmcache_kernels.errors import KernelInputError
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ TILE_WORDS = tl.constexpr(128)
 MAX_GRID_Y_Z = 65535
 """Largest second and third grid dimension. Source: CUDA C++ Programming Guide, "Compute
 Capabilities".
+"""
+FREE = ("slots_ptr", "blob_ptr")
+"""Pointers into the middle of tensors: Triton would compile again where they are aligned. How the
+chunk is aligned, `ALIGNMENT_BYTES` says.
 """
 VECTOR_BYTES = 16
 """Widest load of one thread. Source: PTX ISA, "Vectors": 128 bits."""
@@ -45,7 +50,7 @@ def tile_addresses(  # type: ignore[no-untyped-def]
         slots_ptr: int64 `[num_tokens]`.
         blob_ptr: The chunk, `[num page tensors, num_rows, ROW_WORDS]` words, from its first token
             to copy on.
-        sizes: Tokens to copy; tokens in the chunk, `num_rows`.
+        sizes: Tokens to copy; tokens in the chunk, `num_rows` (`unspecialized`).
         ROW_WORDS: Words of a token.
         RUN_WORDS: How many of them are contiguous in the pages: all, or those of a head.
         ALIGNMENT_BYTES: Common divisor of all addresses, strides and runs: 1, 2, 4, 8 or 16. This
@@ -60,7 +65,7 @@ def tile_addresses(  # type: ignore[no-untyped-def]
     )
     WORD_BYTES: tl.constexpr = 8 if ALIGNMENT_BYTES > 8 else ALIGNMENT_BYTES
     ALIGNMENT_WORDS: tl.constexpr = ALIGNMENT_BYTES // WORD_BYTES
-    num_tokens, num_rows = sizes
+    num_tokens, num_rows = size_of(sizes[0]), size_of(sizes[1])
     page = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     columns = tl.program_id(2).to(tl.int64) * TILE_WORDS + tl.arange(0, TILE_WORDS)
@@ -84,7 +89,7 @@ def tile_addresses(  # type: ignore[no-untyped-def]
     return page_ptrs, blob_ptrs, mask
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=FREE)  # type: ignore[untyped-decorator]
 def paged_gather_kernel(  # type: ignore[no-untyped-def]
     table_ptr,
     slots_ptr,
@@ -101,7 +106,7 @@ def paged_gather_kernel(  # type: ignore[no-untyped-def]
     tl.store(blob_ptrs, tl.load(page_ptrs, mask=mask), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=FREE)  # type: ignore[untyped-decorator]
 def paged_scatter_kernel(  # type: ignore[no-untyped-def]
     table_ptr,
     slots_ptr,
@@ -144,7 +149,7 @@ def launch(copy: PagedCopy, to_pages: bool) -> None:
         copy.pages.table,
         copy.slots,
         copy.blob.view(-1).view(torch.uint8)[copy.first * copy.pages.row_bytes :],
-        (num_tokens, copy.blob.shape[2]),
+        unspecialized(num_tokens, copy.blob.shape[2]),
         ROW_WORDS=row_words,
         RUN_WORDS=copy.pages.run_bytes // copy.word_bytes,
         ALIGNMENT_BYTES=math.gcd(VECTOR_BYTES, copy.alignment_bytes),

@@ -102,7 +102,7 @@ class WebhookSettings(ServiceSettings):
     kv_events_replay_port: int | None = Field(default=None, ge=1, le=65_535)
     """Port at which routers ask for events that they missed; None: none."""
     memory_overhead_mb: int = Field(default=512, ge=128, le=1 << 20)
-    """Memory of the sidecar in addition to its arena."""
+    """Memory of the sidecar in addition to its arena and its page tables (a 256th of the arena)."""
     payload_resources: dict[Literal["requests", "limits"], dict[str, str | int | float]] = Field(
         default={"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "128Mi"}}
     )

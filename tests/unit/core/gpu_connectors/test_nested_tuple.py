@@ -9,6 +9,8 @@ import torch
 from lmcache_core.gpu_connectors import VLLMNestedTupleGPUConnector, nested_tuple
 from lmcache_core.memory import HostMemoryAllocator
 
+from tests.fixtures import cuda_streams
+
 LAYERS, TOKENS, HEADS, HEAD_SIZE = 3, 11, 2, 5
 HIDDEN = HEADS * HEAD_SIZE
 
@@ -50,6 +52,18 @@ def strided(layers):
     """The same values, each head in memory of twice its size."""
     wide = [[torch.cat([side, side], dim=-1) for side in layer] for layer in layers]
     return [tuple(side[..., :HEAD_SIZE] for side in layer) for layer in wide]
+
+
+def test_copies_on_a_device_without_streams_have_ended_when_they_return(
+    connector, allocator, monkeypatch
+):
+    cuda_streams.install(monkeypatch)
+    source, target = strided(caches(seed=1)), strided(caches(seed=2))
+    memory = allocator.allocate(connector.get_shape(TOKENS), torch.bfloat16)
+    connector.from_gpu(memory, 0, TOKENS, kvcaches=source)
+    connector.to_gpu(memory, 0, TOKENS, kvcaches=target)
+    assert same(snapshot(source), snapshot(target))
+    memory.ref_count_down()
 
 
 @pytest.mark.parametrize("way", ["bytes", "large bytes", "tensors"])

@@ -41,6 +41,14 @@ def test_a_missing_argument_is_named(connector, missing):
             copy(memory, 4, 5, **kwargs)
 
 
+def test_pages_on_a_device_whose_copies_cannot_be_ordered_are_refused(connector):
+    """As those of Intel's GPUs: here torch's device without memory."""
+    engine = [tensor.to("meta") for tensor in make_kv_caches(LAYOUT, 1)]
+    for one in (connector, PagedGPUConnector(LAYOUT)):
+        with pytest.raises(LayoutError, match="are on meta: KV can be cached only on cuda or cpu"):
+            one.binding_of(engine)
+
+
 def test_k_and_v_that_are_the_same_memory_are_read_but_not_written(connector):
     engine = [(k, k) for k, _ in make_kv_caches(one_group(), 1)]
     memory = make_memory(connector.get_shape(2), "bfloat16")

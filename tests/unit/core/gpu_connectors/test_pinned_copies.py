@@ -5,7 +5,9 @@ refuses.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from lmcache_core.gpu_connectors import LogicalMemory, Packing, PagedGPUConnector
@@ -15,7 +17,10 @@ from lmcache_core.memory.tensor import TensorMemoryAllocator, host_arena, pin
 from lmcache_core.memory.views import bytes_under
 from lmcache_core.record import TensorSpec, raw_header
 from lmcache_core.serde import device as decoding
+from lmcache_core.serde.blob import Head, Mode
 from lmcache_core.serde.device import DeviceDecoder
+from lmcache_core.serde.quantised_blob import KINDS
+from lmcache_kernels.codec_shape import EncodedPlanes
 from msgspec.structs import replace
 
 from tests.fixtures.cuda_runtime import Runtime, install
@@ -75,28 +80,49 @@ def test_chunks_across_two_registrations_are_copied(
     assert len(runtime.copied_bytes) == 2 * (len(memories) + num_across)
 
 
+@pytest.mark.parametrize("scratch_bytes", [0, 3 * PIECE])
 def test_an_encoded_chunk_across_two_registrations_is_copied(
-    runtime: Runtime, arena: TensorMemoryAllocator, monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime,
+    arena: TensorMemoryAllocator,
+    monkeypatch: pytest.MonkeyPatch,
+    scratch_bytes: int,
 ) -> None:
     """The kernels are not run."""
-    on_device: list[torch.Tensor] = []
+    tokens, channels, num_words = 64, 64, 2500
+    shape = (2, 1, tokens, channels)
+    head = Head(Mode.BY_TOKEN, KINDS["bfloat16"], 2, (2, tokens, channels, 0))
+    dice = np.random.default_rng(0)
+    shifts, words = (
+        dice.integers(-9, 9, size, dtype=np.int16) for size in (2 * channels, 2 * num_words)
+    )
+    arrays = (
+        *(np.full(2, 15, np.uint8), np.full(2 * tokens, 0x3F80, np.uint16), shifts),
+        *(np.zeros(2 * channels, np.uint8), np.full(2, num_words, np.uint32), words),
+    )
+    blob = head.pack() + b"".join(map(bytes, arrays))
+    decoded: list[EncodedPlanes] = []
 
-    def begin_decoding(blob: memoryview, encoded: torch.Tensor, *_: object) -> torch.Tensor:
-        on_device.append(encoded)
+    def decode(planes: EncodedPlanes, *_: object) -> torch.Tensor:
+        decoded.append(planes)
         return torch.zeros(1, dtype=torch.uint8)
 
-    monkeypatch.setattr(decoding, "device_tables", lambda *_: None)
-    monkeypatch.setattr(decoding, "_begin_decoding", begin_decoding)
-    memory = arena.allocate((2 * PIECE + PIECE // 2,), "uint8")
+    monkeypatch.setattr(decoding, "device_tables", lambda *_: SimpleNamespace(levels=(15,)))
+    monkeypatch.setattr(decoding, "cachegen_decode", decode)
+    memory = arena.allocate((len(blob),), "uint8")
     assert memory is not None
-    memory.tensor.copy_(torch.arange(memory.get_size()) % 251)
-    size = memory.get_size()
+    memory.byte_array[:] = blob
     header = replace(
         raw_header(CacheEngineKey("vllm", "m", 1, 0, "00" * 32), (1,), "bfloat16", bytes(16)),
-        tensors=(TensorSpec("", "bfloat16", (2, 1, 4, 32), 0, size),),
+        tensors=(TensorSpec("", "bfloat16", shape, 0, len(blob)),),
     )
-    out = torch.empty(2 * 4 * 32 * 2, dtype=torch.uint8)
-    DeviceDecoder(torch.device("cpu")).begin(header, bytes_under(memory.tensor), out)
-    assert runtime.copied_bytes == [PIECE, PIECE, PIECE // 2]
-    assert torch.equal(on_device[0], memory.tensor)
+    out = torch.empty(2 * tokens * channels * 2, dtype=torch.uint8)
+    scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+    DeviceDecoder(torch.device("cpu")).begin(header, bytes_under(memory.tensor), out, scratch)
+    assert sum(runtime.copied_bytes) == len(blob)
+    assert len(runtime.copied_bytes) == 4, "the words lie on three pieces"
+    (planes,) = decoded
+    assert planes.shifts.flatten().tolist() == shifts.tolist()
+    assert planes.words.tolist() == words.tolist()
+    is_in_scratch = planes.words.data_ptr() == scratch.data_ptr()
+    assert is_in_scratch == bool(scratch_bytes)
     memory.ref_count_down()

@@ -6,9 +6,11 @@ import pytest
 import torch
 from lmcache_core.errors import SerdeError
 from lmcache_core.gpu_connectors import LogicalMemory, Packing, PagedGPUConnector
+from lmcache_core.gpu_connectors.staging import Staging
 from lmcache_core.gpu_connectors.streams import LaunchedCopies
+from lmcache_core.memory import device_copies
 
-from tests.fixtures.cuda_streams import Runtime, install
+from tests.fixtures.cuda_streams import DEVICE, Runtime, install
 from tests.suites.connector_suite import SLOTS, make_memory
 from tests.suites.kv_caches import make_kv_caches, one_group, same, snapshot
 
@@ -69,6 +71,66 @@ def test_the_next_chunk_is_copied_before_the_scatter_of_one_is_waited_for(runtim
     check_equal(source, target, range(4, 13))
 
 
+def test_copies_are_launched_in_pieces(runtime, connector, monkeypatch):
+    """Between two of them, the engine's own get their turn."""
+    monkeypatch.setattr(device_copies, "PIECE_BYTES", 100)
+    source, target = kwargs_of(1), kwargs_of(50)
+    (memory,) = gathered(connector, source, CHUNKS[0])
+    connector.to_gpu(memory, *CHUNKS[0], **target)
+    assert max(runtime.copied_bytes) == 100
+    assert sum(runtime.copied_bytes) == 2 * memory.get_size()
+    assert contents([memory]) == expected(PagedGPUConnector(LAYOUT, 3), source)[:1]
+    check_equal(source, target, range(4, 7))
+
+
+@pytest.mark.parametrize("to_pages", [False, True])
+def test_connectors_share_buffers(runtime, to_pages):
+    """In turn, each in the order of its stream, whoever uses it."""
+    staging = Staging()
+    connectors = [PagedGPUConnector(LAYOUT, 3, staging) for _ in range(2)]
+    pages = [kwargs_of(seed) for seed in (1, 20)]
+    memories = [gathered(PagedGPUConnector(LAYOUT, 3), kwargs, *CHUNKS) for kwargs in pages]
+    wanted, targets = [contents(one) for one in memories], [kwargs_of(50), kwargs_of(70)]
+    runtime.log.clear()
+    launched = LaunchedCopies()
+    for i, chunk in enumerate(CHUNKS):
+        for connector, kwargs, own, target in zip(
+            connectors, pages, memories, targets, strict=True
+        ):
+            if to_pages:
+                connector.to_gpu(own[i], *chunk, **connector.launching(target, launched))
+            else:
+                own[i].tensor.zero_()
+                connector.from_gpu(own[i], *chunk, **connector.launching(kwargs, launched))
+    assert "wait" not in runtime.log
+    names = ["copy", "scatter"] if to_pages else ["gather", "copy"]
+    assert in_turn(runtime) == [f"{name} {1 + i % 2}" for i in range(6) for name in names]
+    for event in reversed(launched.ended):
+        event.synchronize()
+    if to_pages:
+        for kwargs, target in zip(pages, targets, strict=True):
+            check_equal(kwargs, target, range(4, 13))
+    else:
+        assert [contents(one) for one in memories] == wanted
+
+
+def test_a_decoder_has_scratch_on_each_stream(runtime):
+    """Which the next chunk's may overwrite only behind the decoder."""
+    connector, target = PagedGPUConnector(LAYOUT, 3), kwargs_of(50)
+    assert connector.take_staging(DEVICE, decodes=True)
+    num_taken, seen = len(runtime.taken), {}
+
+    def decode(staged, scratch):
+        assert len(scratch) >= len(staged) // 2
+        seen.setdefault(scratch.data_ptr(), set()).add(runtime.current())
+
+    memory = make_memory(connector.get_shape(3), "bfloat16")
+    for chunk in CHUNKS:
+        connector.to_gpu(memory, *chunk, **target, decode=decode)
+    assert sorted(map(len, seen.values())) == [1, 1]
+    assert len(runtime.taken) == num_taken
+
+
 def test_encoded_chunks_are_decoded_into_the_buffers_on_both_streams(runtime, connector):
     source, target = kwargs_of(1), kwargs_of(50)
     memories = gathered(connector, source, *CHUNKS)
@@ -78,7 +140,7 @@ def test_encoded_chunks_are_decoded_into_the_buffers_on_both_streams(runtime, co
     for memory, chunk in zip(memories, CHUNKS, strict=True):
         content = memory.tensor.view(-1).view(torch.uint8)
 
-        def decode(staged, content=content):
+        def decode(staged, scratch, content=content):
             runtime.launch("decode", lambda: staged.copy_(content))
 
         connector.to_gpu(memory, *chunk, **kwargs, decode=decode)
@@ -108,7 +170,7 @@ def test_an_error_waits_for_copies_that_run(runtime, connector):
 
     content, buffers = memory.tensor.view(-1).view(torch.uint8), []
 
-    def fail(staged):
+    def fail(staged, scratch):
         buffers.append(staged.zero_())
         staged.copy_(content, non_blocking=True)
         raise SerdeError("damaged")

@@ -63,7 +63,8 @@ def test_new_memory_has_its_pages():
 
 def test_existing_memory_is_mapped_in_the_background_and_keeps_its_content(file):
     views = mapped(file, writable=True), mapped(file, writable=False)
-    BackgroundPopulation(views)
+    for view in views:
+        BackgroundPopulation(view)
     wait_populated()
     assert faults_of(lambda: [touch(view) for view in views]) < 1000  # 20,480 pages
     assert bytes(views[0]) == b"\x07" * 40 * MB
@@ -78,7 +79,7 @@ def test_a_population_that_is_stopped_ends_with_its_step(file, monkeypatch):
         assert is_stopped.wait(60)
 
     monkeypatch.setattr(module, "_populate", step)
-    population = BackgroundPopulation([mapped(file, writable=True)])
+    population = BackgroundPopulation(mapped(file, writable=True))
     population.stop()
     is_stopped.set()
     wait_populated()
@@ -92,7 +93,7 @@ def old_kernel(*_):
 def test_an_older_kernel_is_no_error(file, monkeypatch, caplog):
     monkeypatch.setattr(module, "_populate", old_kernel)
     caplog.set_level(logging.DEBUG)
-    BackgroundPopulation([mapped(file, writable=True)])
+    BackgroundPopulation(mapped(file, writable=True))
     wait_populated()
     assert "pages ahead: error=[Errno 22]" in caplog.text
     view = memoryview(mmap.mmap(-1, 70 * MB + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

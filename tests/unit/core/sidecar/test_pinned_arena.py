@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +19,12 @@ from lmcache_core.keys import DEFAULT_TENANT, CacheEngineKey, ChunkKey
 from lmcache_core.memory import tensor
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.memory.free_list import ALIGN_BYTES
+from lmcache_core.memory.populate import BackgroundPopulation
 from lmcache_core.record import Chunk, payload_digest, raw_header
 from lmcache_core.record.chunk_store import NotLent
-from lmcache_core.sidecar import SidecarChunkStore, SidecarConnection
+from lmcache_core.sidecar import SidecarChunkStore, SidecarConnection, mapping
 from lmcache_core.sidecar.mapping import ArenaMappings
+from lmcache_core.telemetry import PINNED_BYTES, Counters
 
 from tests.fixtures.cuda_runtime import Runtime, install
 from tests.fixtures.frames import HELLO
@@ -83,8 +87,10 @@ def test_copies_use_pinned_memory_both_ways(tmp_path: Path, runtime: Runtime) ->
         assert not runtime.registered, "a scheduler's side copies nothing"
         store.pin_memory(DEVICE)
         store.pin_memory(DEVICE)
-        assert sum(runtime.registered.values()) == ARENA_BYTES, "once for both connections"
-        assert len(runtime.registered) <= ARENA_BYTES // PIECE + 1
+        assert sum(runtime.registered.values()) == ARENA_BYTES
+        assert runtime.num_calls == len(runtime.registered) <= ARENA_BYTES // PIECE + 1, (
+            "each piece once for both connections"
+        )
         assert is_pinned(runtime, put(store))
         assert is_pinned(runtime, get(store))
     del store
@@ -103,6 +109,8 @@ def test_arena_of_a_new_sidecar_is_pinned_and_the_old_one_released(
             store = opened.enter_context(store_at(path, loads_beside=True))
             store.pin_memory(DEVICE)
             num_calls = runtime.num_calls
+            pinned_by = set[str]()
+            runtime.on_register = lambda: pinned_by.add(threading.current_thread().name)
         with running_socket(places[1], ARENA_BYTES, path=path):
 
             def is_pinned_alone() -> bool:
@@ -119,6 +127,113 @@ def test_arena_of_a_new_sidecar_is_pinned_and_the_old_one_released(
     gc.collect()
     assert not runtime.registered, "a closed store's arena is still pinned"
     assert runtime.devices == {DEVICE.index}, "another device has got a context"
+    assert pinned_by == {"lmcache-pin"}, "neither a call nor the link waits"
+
+
+@contextlib.contextmanager
+def pinned_store(tmp_path: Path, counters: Counters) -> Iterator[SidecarChunkStore]:
+    """A store that has been asked to pin; when it ends nothing pins any more."""
+    with running_socket(tmp_path, ARENA_BYTES) as sidecar:
+        with store_at(sidecar.path, counters=counters, loads_beside=True) as store:
+            store.pin_memory(DEVICE)
+            yield store
+        del store
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "lmcache-pin":
+                thread.join(PATIENCE_S)
+                assert not thread.is_alive()
+
+
+def test_refused_memory_is_pinned_later(
+    tmp_path: Path,
+    runtime: Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(mapping, "RETRIES_S", (0.0, 0.0, 3600.0))
+    runtime.fails_at, runtime.num_failures = 2, 2
+    counters = Counters()
+    with pinned_store(tmp_path, counters):
+        wait_until(lambda: counters.value(PINNED_BYTES) == ARENA_BYTES)
+        assert sum(runtime.registered.values()) == ARENA_BYTES
+    assert not runtime.registered
+    assert counters.value(PINNED_BYTES) == 0
+    refusals = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(refusals) == 2
+    assert f"volume={tmp_path / 'arena'}; memory (tmpfs, hugetlbfs) can be pinned" in refusals[0]
+
+
+def test_what_is_refused_for_good_is_not_asked_for_for_ever(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping, "RETRIES_S", (0.0, 0.0))
+    runtime.fails_at, runtime.num_failures = 1, sys.maxsize
+    counters = Counters()
+    with pinned_store(tmp_path, counters) as store:
+        wait_until(lambda: runtime.num_calls == 1 + 3)
+        pinned_bytes = counters.value(PINNED_BYTES)
+        assert 0 < pinned_bytes == sum(runtime.registered.values()) <= PIECE, "what was pinned"
+        wait_until(lambda: put(store) is not None)
+        wait_until(lambda: get(store) is not None)  # from memory that is not pinned
+    assert runtime.num_calls == 1 + 3
+
+
+def test_an_engine_that_serves_can_copy_while_an_arena_is_pinned(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calls wait for each registration: after one, nothing is registered for as long again."""
+    now, rests = 0.0, list[float]()
+
+    def take_a_while() -> None:
+        nonlocal now
+        now += 3.0
+
+    class Over(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            rests.append(timeout)
+            return self.is_set()
+
+    with running_socket(tmp_path, ARENA_BYTES) as sidecar, contextlib.ExitStack() as opened:
+        connection = SidecarConnection(sidecar.path, HELLO, PATIENCE_S)
+        monkeypatch.setattr(mapping, "Event", Over)
+        monkeypatch.setattr(mapping, "monotonic", lambda: now)
+        connection.open()
+        opened.callback(connection.close)
+        runtime.on_register = take_a_while
+        connection.mapping.pin(DEVICE, is_serving=True)
+        wait_until(lambda: sum(runtime.registered.values()) == ARENA_BYTES)
+    assert rests == [0.0] + [3.0] * (runtime.num_calls - 1)
+
+
+def test_only_memory_that_is_read_from_has_page_tables(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the second mapping, that is: copies use the first one if it is pinned."""
+    populated = list[bool]()
+
+    class Population(BackgroundPopulation):
+        def __init__(self, view: memoryview) -> None:
+            populated.append(view.readonly)
+            super().__init__(view)
+
+    monkeypatch.setattr(mapping, "BackgroundPopulation", Population)
+    (tmp_path / "other").mkdir()
+    with pinned_store(tmp_path, Counters()) as store:
+        wait_until(lambda: put(store) is not None)
+        wait_until(lambda: get(store) is not None)
+    assert populated == [False], "once for both connections"
+    populated.clear()
+    with (
+        running_socket(tmp_path / "other", ARENA_BYTES) as sidecar,
+        store_at(sidecar.path) as other,
+    ):
+        wait_until(lambda: put(other) is not None)
+        assert populated == [False]
+        wait_until(lambda: get(other) is not None)
+        wait_until(lambda: get(other) is not None)
+    assert populated == [False, True]
 
 
 def test_connections_of_a_client_share_a_mapping_and_a_forked_child_does_not(
@@ -136,8 +251,8 @@ def test_connections_of_a_client_share_a_mapping_and_a_forked_child_does_not(
 
         first, second = connected(), connected()
         first.close()
-        mapping = connected().mapping
-        assert first.mapping is second.mapping is mapping
+        third = connected()
+        assert first.mapping is second.mapping is third.mapping
         monkeypatch.setattr(os, "getpid", lambda: -1)
-        assert mappings.of(second.arena_info) is not mapping
+        assert mappings.of(second.arena_info) is not third.mapping
         monkeypatch.undo()

@@ -190,9 +190,9 @@ def test_what_kernels_refuse_is_a_miss(sidecar: Sidecar, monkeypatch: pytest.Mon
     with client(sidecar, has_kernels=True) as capable:
         calls = []
 
-        def damaged(self, header, payload, out):
+        def damaged(self, header, *args):
             calls.append(header)
-            status = begin(self, header, payload, out)
+            status = begin(self, header, *args)
             return torch.ones_like(status) if len(calls) == 2 else status
 
         monkeypatch.setattr(DeviceDecoder, "begin", damaged)
@@ -237,11 +237,12 @@ def test_records_of_other_tables_are_not_taken(sidecar: Sidecar) -> None:
         capable.store.release([chunk])
 
 
+@pytest.mark.parametrize("channels", [1000, 1024])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_are_tried_before_they_are_trusted(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, channels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert decodes_rightly(DEVICE, dtype)
+    assert decodes_rightly(DEVICE, dtype, CHUNK, channels)
     decode = device_module.cachegen_decode
 
     def wrong(encoded, scales, levels, shape, tables, out, by_token):
@@ -250,4 +251,4 @@ def test_kernels_are_tried_before_they_are_trusted(
         return status
 
     monkeypatch.setattr(device_module, "cachegen_decode", wrong)
-    assert not decodes_rightly(DEVICE, dtype)
+    assert not decodes_rightly(DEVICE, dtype, CHUNK, channels)

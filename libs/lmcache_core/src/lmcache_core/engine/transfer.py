@@ -530,9 +530,9 @@ class KVTransfer:
             return None
         status: list[torch.Tensor] = []
 
-        def decode(out: torch.Tensor) -> None:
+        def decode(out: torch.Tensor, scratch: torch.Tensor) -> None:
             assert self._decoder is not None
-            status.append(self._decoder.begin(chunk.described, payload, out))
+            status.append(self._decoder.begin(chunk.described, payload, out, scratch))
 
         low, high = (start, end) if wanted is None else (max(start, wanted[0]), min(end, wanted[1]))
         if low >= high:

@@ -133,7 +133,7 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
             # On a device nothing is filled until it has finished.
             is_host = engine_sides[0].device.type == "cpu"
             for i, (source, target) in enumerate(zip(engine_sides, chunk_sides, strict=True), 1):
-                target.copy_(source, non_blocking=True)
+                target.copy_(source, non_blocking=engine_sides[0].is_cuda)
                 if progress is not None and is_host:
                     progress(i * step_bytes)
         _finish(engine_sides[0].device)
@@ -155,7 +155,7 @@ class VLLMNestedTupleGPUConnector(GPUConnectorInterface):
             _require_apart(engine_sides)
             step_bytes = memory_obj.get_size() // len(engine_sides)
             for i, (target, source) in enumerate(zip(engine_sides, chunk_sides, strict=True), 1):
-                target.copy_(source, non_blocking=True)
+                target.copy_(source, non_blocking=engine_sides[0].is_cuda)
                 if progress is not None:
                     progress(i * step_bytes)
         _finish(engine_sides[0].device)

@@ -16,10 +16,10 @@ from lmcache_core.gpu_connectors.addresses import Addresses
 from lmcache_core.gpu_connectors.base import GPUConnectorInterface, check_format, checked_tensor
 from lmcache_core.gpu_connectors.binding import Binding, bind_declared, bind_pairs, signature_of
 from lmcache_core.gpu_connectors.layout import KVLayout, gaps_between
-from lmcache_core.gpu_connectors.staging import StagingPair
-from lmcache_core.gpu_connectors.streams import LaunchedCopies, record_event
+from lmcache_core.gpu_connectors.staging import Staging
+from lmcache_core.gpu_connectors.streams import LaunchedCopies, has_streams, record_event
 from lmcache_core.memory.base import MemoryFormat, MemoryObj
-from lmcache_core.memory.tensor import copy_parts
+from lmcache_core.memory.device_copies import launch_copy
 from lmcache_core.record import TensorSpec
 
 
@@ -33,18 +33,19 @@ class PagedConnector(GPUConnectorInterface):
     the arguments. Thread-safe.
 
     Args:
-        staging_tokens: Size of four staging buffers on the pages' device, two for each direction,
-            that are kept between calls; 0 allocates on demand.
+        staging_tokens: Size of the staging buffers on the pages' device that are kept between
+            calls; 0 allocates on demand.
+        staging: The buffers, which other connectors may use, too; by default this one's own.
     """
 
     reports_progress = True
 
-    def __init__(self, staging_tokens: int = 0) -> None:
+    def __init__(self, staging_tokens: int = 0, staging: Staging | None = None) -> None:
         # Engines pass the same tensors with every call. The binding holds them, so that an address
         # cannot be reused for other memory; it is replaced as a whole, so that no lock is needed.
         self._last: tuple[tuple[Any, ...], Binding] | None = None
-        self._gathered = StagingPair(staging_tokens)
-        self._scattered = StagingPair(staging_tokens)
+        self._staging_tokens = staging_tokens
+        self._staging = Staging() if staging is None else staging
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
@@ -57,11 +58,11 @@ class PagedConnector(GPUConnectorInterface):
         """Copy KV. Needs `kvcaches` and `slot_mapping`, or `addresses` instead of both; with
         `wanted`, the first of some of the tokens and one past the last, copies only these; with
         `group`, only the layer group of this number. With `decode`, the memory object is encoded,
-        and `decode` is called with a flat uint8 tensor on the pages' device, to fill it with the
-        content on the current stream.
+        and `decode` is called with two flat uint8 tensors on the pages' device: one to fill with
+        the content on the current stream, and scratch of any size.
         """
         wanted: tuple[int, int] = kwargs.get("wanted", (start, end))
-        decode: Callable[[torch.Tensor], None] | None = kwargs.get("decode")
+        decode: Callable[[torch.Tensor, torch.Tensor], None] | None = kwargs.get("decode")
         addresses = self._addresses(*wanted, kwargs)
         binding = addresses.binding
         group: int | None = kwargs.get("group")
@@ -70,16 +71,16 @@ class PagedConnector(GPUConnectorInterface):
             check_format(memory_obj)
             content = _content(memory_obj, binding.layout, end - start, is_filled=False)
 
-        progress, staging = kwargs.get("progress"), self._scattered
-        with staging.near(content, binding, end - start, kwargs.get("after")) as staged:
+        progress = kwargs.get("progress")
+        with self._staging.scattered.near(
+            content, binding, end - start, self._staging_tokens, kwargs.get("after")
+        ) as (staged, scratch):
             copies = addresses.copies(staged, start, end, wanted, writes_pages=True, group=group)
             if decode is not None:
-                decode(staged)
+                decode(staged, scratch)
             elif content is not None and staged is not content:
                 used = _used(binding.layout, end - start, group)
-                source, target = content[used], staged[used]
-                for part in copy_parts(source):
-                    target[part].copy_(source[part], non_blocking=True)
+                launch_copy(staged[used], content[used], host=content[used])
             for offset, copy in copies:
                 for num_pages in paged_scatter_steps(copy):
                     if progress is not None:
@@ -114,6 +115,11 @@ class PagedConnector(GPUConnectorInterface):
         devices = {str(pages.device) for pages in binding.pages}
         if len(devices) != 1:
             raise LayoutError(f"kvcaches are on several devices: {sorted(devices)}")
+        # Elsewhere nothing orders copies and the engine's work, nor says when copies have ended.
+        if binding.device.type != "cpu" and not has_streams(binding.device):
+            raise LayoutError(
+                f"kvcaches are on {binding.device}: KV can be cached only on cuda or cpu"
+            )
         self._last = signature, binding
         return binding
 
@@ -137,8 +143,9 @@ class PagedConnector(GPUConnectorInterface):
         addresses = self._addresses(start, end, kwargs)
         binding = addresses.binding
         content = _content(memory_obj, binding.layout, end - start, is_filled=True)
-        staging = self._gathered
-        with staging.near(content, binding, end - start, kwargs.get("after")) as staged:
+        with self._staging.gathered.near(
+            content, binding, end - start, self._staging_tokens, kwargs.get("after")
+        ) as (staged, _):
             is_filled_at_once = staged is content and binding.device.type == "cpu"
             copies = addresses.copies(staged, start, end, (start, end), writes_pages=False)
             for gap in gaps_between(binding.layout.tensor_specs(end - start)):
@@ -150,8 +157,7 @@ class PagedConnector(GPUConnectorInterface):
                         progress(offset + num_pages * copy.page_bytes)
             read = record_event(binding.device)
             if staged is not content:
-                for part in copy_parts(content):
-                    content[part].copy_(staged[part], non_blocking=True)
+                launch_copy(content, staged, host=content)
             ended = record_event(binding.device)
         _launched(kwargs, read, ended)
 
@@ -182,9 +188,22 @@ class PagedGPUConnector(PagedConnector):
     between them. Its format is KV_BLOB in both cases.
     """
 
-    def __init__(self, layout: KVLayout, staging_tokens: int = 0) -> None:
-        super().__init__(staging_tokens)
+    def __init__(
+        self, layout: KVLayout, staging_tokens: int = 0, staging: Staging | None = None
+    ) -> None:
+        super().__init__(staging_tokens, staging)
         self.layout = layout
+
+    def take_staging(self, device: torch.device, decodes: bool = False) -> bool:
+        """Allocate the staging buffers if they are missing; return whether they are here. Without
+        them, copies raise `CapacityError`.
+
+        Args:
+            device: That of the pages.
+            decodes: With scratch for decoding.
+        """
+        size = self.layout.num_bytes(self._staging_tokens)
+        return not size or self._staging.take(size, device, decodes)
 
     @override
     def get_shape(self, num_tokens: int) -> torch.Size:
@@ -261,8 +280,7 @@ class VLLMPagedMemGPUConnectorV2(VLLMPagedMemGPUConnector):
             torch.device(kwargs["device"]) if use_gpu and kwargs.get("device") is not None else None
         )
         if use_gpu:
-            self._gathered = StagingPair(int(chunk_size or 0))
-            self._scattered = StagingPair(int(chunk_size or 0))
+            self._staging_tokens = int(chunk_size or 0)
 
     @override
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,11 +18,21 @@ def has_streams(device: torch.device) -> bool:
     return device.type in STREAM_DEVICES
 
 
+def use_device(device: torch.device) -> None:
+    """Make a device with streams the current one of this thread, before anything else of CUDA.
+
+    A thread begins on device 0. Leaving a stream and waiting for an event open a context on the
+    current device: some 500 MiB of a GPU that another rank computes on.
+    """
+    if has_streams(device):
+        torch.cuda.set_device(device)
+
+
 def record_event(device: torch.device) -> torch.cuda.Event | None:
     """Return the end of everything launched on the current stream; None on a device without
-    streams.
+    streams. A thread that waits for it sleeps, and does not spin for as long as a step takes.
     """
-    return torch.cuda.current_stream(device).record_event() if has_streams(device) else None
+    return _recorded(device) if has_streams(device) else None
 
 
 def has_ended(event: torch.cuda.Event) -> bool:
@@ -35,6 +45,18 @@ def wait_on_device(event: torch.cuda.Event) -> None:
     not wait.
     """
     torch.cuda.current_stream(event.device).wait_event(event)
+
+
+def wait_for_engine(events: Sequence[torch.cuda.Event], device: torch.device) -> None:
+    """Wait until what a serving engine has recorded has ended. Threads may spin for its events: so
+    this waits for one of ours, which ends after them.
+    """
+    if has_streams(device):
+        for event in events:
+            wait_on_device(event)
+        events = [_recorded(device)]
+    for event in events:
+        event.synchronize()
 
 
 @dataclass
@@ -62,7 +84,7 @@ class LaunchedCopies:
 
 
 class ThreadStreams:
-    """Gives each thread a stream of its own, of the lowest priority."""
+    """Gives each thread a stream of its own, of the lowest priority, on the device that it uses."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -73,9 +95,16 @@ class ThreadStreams:
         if not has_streams(device):
             yield
             return
+        use_device(device)
         stream: torch.cuda.Stream | None = getattr(self._of_thread, "stream", None)
         if stream is None:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._of_thread.stream = stream
         with torch.cuda.stream(stream):
             yield
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

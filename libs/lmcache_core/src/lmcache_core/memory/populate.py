@@ -11,7 +11,6 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -145,11 +144,11 @@ class BackgroundPopulation:
     A kernel without support, and a process that may start no thread, leave them to page faults.
 
     Args:
-        views: Bytes of page-aligned mappings; kept until the work has ended.
+        view: Bytes of a page-aligned mapping; kept until the work has ended.
     """
 
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = views
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmcache-populate", daemon=True)
         try:
@@ -164,18 +163,17 @@ class BackgroundPopulation:
     def _run(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        longest = max(map(len, self._views))
-        for at in range(0, longest, BACKGROUND_STEP_BYTES):
-            for view in self._views:
-                began = time.monotonic()
-                advice = MADV_POPULATE_READ if view.readonly else MADV_POPULATE_WRITE
-                try:
-                    _populate(view, at, min(BACKGROUND_STEP_BYTES, len(view) - at), advice)
-                except OSError as exc:
-                    logger.debug("cannot map the arena's pages ahead: error=%s", exc)
-                    return
-                if self._is_over.wait(time.monotonic() - began):
-                    return
+        view = self._view
+        advice = MADV_POPULATE_READ if view.readonly else MADV_POPULATE_WRITE
+        for at in range(0, len(view), BACKGROUND_STEP_BYTES):
+            began = time.monotonic()
+            try:
+                _populate(view, at, min(BACKGROUND_STEP_BYTES, len(view) - at), advice)
+            except OSError as exc:
+                logger.debug("cannot map the arena's pages ahead: error=%s", exc)
+                return
+            if self._is_over.wait(time.monotonic() - began):
+                return
 
 
 def _populate(view: memoryview, at: int, num_bytes: int, advice: int) -> None:

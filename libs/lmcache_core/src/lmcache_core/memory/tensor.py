@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,16 @@ logger = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 64 << 30
 """Largest size to register in one call; drivers refuse 512 GiB and more."""
-COPY_BOUNDARY_BYTES = 256 << 20
+COPY_BOUNDARY_BYTES = 32 << 20
 """Registrations end, and copies are split (`copy_parts`), at addresses that are multiples of this:
-CUDA may refuse a copy that touches two registrations.
+CUDA may refuse a copy that touches two registrations. Other calls of CUDA may wait for one of them,
+about 3 ms for so many bytes.
 """
+_RELAXED = 2
+"""Source: CUDA, driver_types.h, `cudaStreamCaptureModeRelaxed`."""
+MAPS = Path("/proc/self/maps")
+RUNTIMES = "libcudart", "libamdhip64"
+"""Names in the files of CUDA's runtime, and of ROCm's."""
 
 
 class TensorMemoryObj(CountedMemoryObj):
@@ -219,14 +226,9 @@ def device_arena(size: int, device: str) -> torch.Tensor:
         ) from exc
 
 
-def pin(
-    arena: torch.Tensor,
-    owner: object,
-    device: torch.device | None = None,
-    piece_bytes: int = MAX_PIECE_BYTES,
-) -> bool:
-    """Pin a host arena's pages for CUDA, in place, until `owner` is collected; log it if CUDA is
-    missing or refuses.
+class HostRegistration:
+    """Pins a host arena's pages for CUDA, in place and piece by piece, until `owner` is collected.
+    Not thread-safe.
 
     The pages are registered rather than allocated by torch, whose pinned allocator rounds up to a
     power of two.
@@ -234,44 +236,102 @@ def pin(
     Args:
         arena: uint8, flat.
         owner: Outlives all copies.
-        device: The one in whose context the pages are pinned and unpinned, in whatever thread; by
-            default the current one. All devices can copy from and to them.
-        piece_bytes: Bytes to register in one call, during which other calls of CUDA may wait (about
-            0.1 s/GiB); at least `COPY_BOUNDARY_BYTES`.
+        device: The one in whose context the pages are pinned and unpinned, in whatever thread. All
+            devices can copy from and to them.
+        piece_bytes: Bytes to register in one call; at least `COPY_BOUNDARY_BYTES`.
+
+    Attributes:
+        num_bytes: Bytes that are pinned: the first ones of the arena.
+    """
+
+    def __init__(
+        self, arena: torch.Tensor, owner: object, device: torch.device, piece_bytes: int
+    ) -> None:
+        # Kept here, so that its pages are not freed before they are unpinned.
+        self._arena = arena
+        self._device = device
+        self._piece_bytes = piece_bytes
+        self._addresses: list[int] = []
+        self.num_bytes = 0
+        weakref.finalize(owner, self._unpin, ProcessMark())
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all of the arena is pinned."""
+        return self.num_bytes == self._arena.nbytes
+
+    def pin_next(self) -> int:
+        """Pin the next piece; return the error of CUDA, which has refused it, or 0."""
+        first = self._arena.data_ptr()
+        begin = first + self.num_bytes
+        end = (begin + self._piece_bytes) // COPY_BOUNDARY_BYTES * COPY_BOUNDARY_BYTES
+        num_bytes = min(end, first + self._arena.nbytes) - begin
+        with _allowed_beside_captures(self._device):
+            error = int(_cuda_runtime().cudaHostRegister(begin, num_bytes, 0))
+        if error != 0:
+            # Torch would raise it at its next, unrelated call.
+            for take_error in _in_loaded_runtimes("GetLastError"):
+                take_error()
+            return error
+        self._addresses.append(begin)
+        self.num_bytes += num_bytes
+        return 0
+
+    def log_refusal(self, error: int, what_follows: str) -> None:
+        """Log that CUDA refuses the rest."""
+        logger.warning(
+            "cannot pin all of the arena, the rest stays pageable and copies are slower:"
+            " pinned_bytes=%d of=%d error=%d%s",
+            self.num_bytes,
+            self._arena.nbytes,
+            error,
+            what_follows,
+        )
+
+    def _unpin(self, process: ProcessMark) -> None:
+        """Unpin unless this is a forked child, which has pinned nothing and cannot use CUDA."""
+        if process.is_here and self._addresses:
+            with _allowed_beside_captures(self._device):
+                for address in self._addresses:
+                    _cuda_runtime().cudaHostUnregister(address)
+
+
+def pin(
+    arena: torch.Tensor,
+    owner: object,
+    device: torch.device | None = None,
+    piece_bytes: int = MAX_PIECE_BYTES,
+) -> bool:
+    """Pin a host arena's pages at once, as `HostRegistration` does; log it if CUDA is missing or
+    refuses.
+
+    Args:
+        device: By default the current one.
 
     Returns:
-        Whether they are pinned.
+        Whether all of them are pinned.
     """
-    if not torch.cuda.is_available():
-        logger.info(
-            "no CUDA device, the arena is plain host memory: size_gb=%.2f", arena.nbytes / (1 << 30)
-        )
-        return False
-    if arena.nbytes == 0:
+    if not can_pin(arena.nbytes):
         return False
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    addresses: list[int] = []
-    begin, stop = arena.data_ptr(), arena.data_ptr() + arena.nbytes
-    while begin < stop:
-        end = min((begin + piece_bytes) // COPY_BOUNDARY_BYTES * COPY_BOUNDARY_BYTES, stop)
-        with torch.cuda.device(device):
-            code = int(_cuda_runtime().cudaHostRegister(begin, end - begin, 0))
-        if code != 0:
-            _unpin(arena, addresses, device)
-            _take_pending_error()
-            logger.warning(
-                "cannot pin the arena, it stays pageable and copies are slower: size_gb=%.2f"
-                " error=%d",
-                arena.nbytes / (1 << 30),
-                code,
-            )
+    registration = HostRegistration(arena, owner, device, piece_bytes)
+    while not registration.is_whole:
+        error = registration.pin_next()
+        if error != 0:
+            registration.log_refusal(error, "")
             return False
-        addresses.append(begin)
-        begin = end
-    # The finalizer holds the arena, so that its pages are not freed before they are unpinned.
-    weakref.finalize(owner, _unpin_in, ProcessMark(), arena, addresses, device)
     return True
+
+
+def can_pin(num_bytes: int) -> bool:
+    """Return whether an arena of that size can be pinned; log it if not."""
+    has = bool(torch.cuda.is_available())
+    if not has:
+        logger.info(
+            "no CUDA device, the arena is plain host memory: size_gb=%.2f", num_bytes / (1 << 30)
+        )
+    return has and num_bytes > 0
 
 
 def copy_parts(host: torch.Tensor) -> Iterator[slice]:
@@ -285,44 +345,47 @@ def copy_parts(host: torch.Tensor) -> Iterator[slice]:
         begin = end
 
 
-def _unpin_in(
-    process: ProcessMark, arena: torch.Tensor, addresses: list[int], device: torch.device
-) -> None:
-    """Unpin unless this is a forked child, which has pinned nothing and cannot use CUDA."""
-    if process.is_here:
-        _unpin(arena, addresses, device)
-
-
-def _unpin(arena: torch.Tensor, addresses: list[int], device: torch.device) -> None:
-    with torch.cuda.device(device):
-        for address in addresses:
-            _cuda_runtime().cudaHostUnregister(address)
-
-
-def _take_pending_error() -> int | None:
-    """Clear the error that the CUDA runtime keeps after a refused call.
-
-    Otherwise torch would raise it at its next, unrelated call. Torch's binding lacks the function,
-    so it is looked up in the runtime that torch has loaded.
-
-    Returns:
-        The error; None if no runtime is loaded.
+@contextlib.contextmanager
+def _allowed_beside_captures(device: torch.device) -> Iterator[None]:
+    """Select a device, and let this thread make calls that CUDA forbids while any thread captures a
+    graph in the default mode; without this, they would also break that capture.
     """
-    for name in _loaded_runtimes():
+    mode = ctypes.c_int(_RELAXED)
+    # The mode is the driver's, whichever runtime is asked.
+    found = _in_loaded_runtimes("ThreadExchangeStreamCaptureMode")
+    exchange: Callable[[Any], int] = found[0] if found else lambda mode: 0
+    with torch.cuda.device(device):
+        exchange(ctypes.pointer(mode))
         try:
-            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-            return int(library.cudaGetLastError())
-        except (OSError, AttributeError):
-            continue
-    return None
+            yield
+        finally:
+            exchange(ctypes.pointer(mode))
 
 
-def _loaded_runtimes() -> list[str]:
+def _in_loaded_runtimes(name: str) -> list[Callable[..., int]]:
+    """Return a function that torch's binding lacks, of each loaded runtime of CUDA or ROCm: there
+    may be others than torch's.
+    """
+    found = []
+    for library in _loaded_runtimes():
+        for prefix in ("cuda", "hip"):
+            with contextlib.suppress(AttributeError):
+                found.append(getattr(library, prefix + name))
+    return found
+
+
+@functools.cache  # a large process takes milliseconds to list what it has mapped
+def _loaded_runtimes() -> list[ctypes.CDLL]:
+    paths, found = set(), []
     with contextlib.suppress(OSError):
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart" in line}
-        return sorted(paths)
-    return []
+        lines = MAPS.read_text().splitlines()
+        paths = {
+            line.split(maxsplit=5)[5] for line in lines if any(name in line for name in RUNTIMES)
+        }
+    for path in sorted(paths):
+        with contextlib.suppress(OSError):
+            found.append(ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW))
+    return found
 
 
 def _cuda_runtime() -> Any:

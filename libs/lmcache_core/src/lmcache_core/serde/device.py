@@ -18,8 +18,8 @@ from lmcache_kernels.codec_shape import CodecShape, EncodedPlanes
 from lmcache_kernels.codec_tables import CodecTables
 
 from lmcache_core.errors import SerdeError
+from lmcache_core.memory.device_copies import launch_copy
 from lmcache_core.memory.dtypes import dtype_name
-from lmcache_core.memory.tensor import copy_parts
 from lmcache_core.memory.views import tensor_over
 from lmcache_core.record import RecordHeader
 from lmcache_core.serde.blob import HEAD, Mode, Reader
@@ -42,7 +42,8 @@ def device_tables(tables: TableSet, device: torch.device) -> CodecTables:
     return CodecTables.of([tables.of(levels) for levels in tables.levels], device)
 
 
-CHECKED_TOKENS, CHECKED_CHANNELS = 8, 64
+CHECKED_TOKENS, CHECKED_CHANNELS = 8, (33, 64)
+"""The tensor with which kernels are tried; channels without and with `CodecShape.is_direct`."""
 
 
 def device_encodings(device_type: str) -> tuple[str, ...]:
@@ -51,13 +52,15 @@ def device_encodings(device_type: str) -> tuple[str, ...]:
     return (f"{CACHEGEN_SERDE}{TABLES_MARK}{bell_curves().id}",) if has_kernels else ()
 
 
-def decodes_rightly(device: torch.device, dtype: torch.dtype) -> bool:
+def decodes_rightly(device: torch.device, dtype: torch.dtype, tokens: int, channels: int) -> bool:
     """Return whether the kernels decode a small known tensor on a device as the reference does. The
-    first call for a kind of GPU compiles them, which takes seconds.
+    first call for a kind of GPU compiles them, which takes seconds: as they are needed for chunks
+    of that size.
     """
     known = bell_curves()
     alphabets = {levels: known.of(levels) for levels in known.levels}
-    layout = PlaneLayout(2, CHECKED_TOKENS, CHECKED_CHANNELS)
+    is_direct = _shape(PlaneLayout(1, tokens, channels)).is_direct
+    layout = PlaneLayout(2, CHECKED_TOKENS, CHECKED_CHANNELS[is_direct])
     levels = (15, 7)
     encoded = random_planes(_shape(layout), levels, alphabets, seed=0)
     is_right = True
@@ -106,7 +109,20 @@ class DeviceDecoder:
         """Return whether a record's payload can be given to `begin`."""
         return encoding_of(header) == self._encoding
 
-    def begin(self, header: RecordHeader, payload: memoryview, out: torch.Tensor) -> torch.Tensor:
+    def take_tables(self) -> CodecTables:
+        """Return the tables on the device; from the first call on they are kept there."""
+        if self._tables is None:
+            with torch.inference_mode(False):  # as for staging: it outlives the caller's mode
+                self._tables = device_tables(self._known, self._device)
+        return self._tables
+
+    def begin(
+        self,
+        header: RecordHeader,
+        payload: memoryview,
+        out: torch.Tensor,
+        scratch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Begin to decode a record on the current stream, without waiting for the device.
 
         Args:
@@ -114,6 +130,8 @@ class DeviceDecoder:
                 other work if it is in pinned memory.
             out: uint8, flat, contiguous, on the tables' device: filled with the tensors, one after
                 the other.
+            scratch: uint8, flat, on the same device, used on this stream only; memory is allocated
+                for what it has no room for.
 
         Returns:
             uint8, on the device: all zeros if `out` is right; with anything else it is meaningless.
@@ -122,13 +140,9 @@ class DeviceDecoder:
             SerdeError: The payload is not such a record, or has another size than `out`.
             KernelInputError: There is no kernel for the device.
         """
-        if self._tables is None:
-            with torch.inference_mode(False):  # as for staging: it outlives the caller's mode
-                self._tables = device_tables(self._known, self._device)
-        host = tensor_over(payload, (len(payload),), None)
-        encoded = torch.empty(len(payload), dtype=torch.uint8, device=self._device)
-        for part in copy_parts(host):
-            encoded[part].copy_(host[part], non_blocking=True)
+        tables = self.take_tables()
+        if scratch is None:
+            scratch = torch.empty(0, dtype=torch.uint8, device=self._device)
         status = []
         at = 0
         for spec in header.tensors:
@@ -138,16 +152,9 @@ class DeviceDecoder:
             values = out[at : at + size]
             if len(values) < size:
                 break
-            blob = slice(spec.offset, spec.offset + spec.length)
-            status.append(
-                _begin_decoding(
-                    payload[blob],
-                    encoded[blob],
-                    layout,
-                    values.view(dtype).view(layout.planes, layout.tokens, layout.channels),
-                    self._tables,
-                )
-            )
+            blob = payload[spec.offset : spec.offset + spec.length]
+            planes = values.view(dtype).view(layout.planes, layout.tokens, layout.channels)
+            status.append(_begin_decoding(blob, layout, planes, tables, scratch))
             at += size
         if at != len(out) or len(status) < len(header.tensors):
             raise SerdeError(f"a record of tensors of another size than {len(out)} bytes")
@@ -156,17 +163,17 @@ class DeviceDecoder:
 
 def _begin_decoding(
     blob: memoryview,
-    encoded: torch.Tensor,
     layout: PlaneLayout,
     out: torch.Tensor,
     tables: CodecTables,
+    scratch: torch.Tensor,
 ) -> torch.Tensor:
     """Check a blob in host memory, and decode the same bytes on the device.
 
     Args:
-        encoded: The blob on the device: uint8, flat.
         out: The tensor `[planes, tokens, channels]` on the device.
         tables: Those that it was encoded with.
+        scratch: See `begin`; for the words, which are most of the blob and its last array.
 
     Returns:
         See `cachegen_decode`.
@@ -179,13 +186,21 @@ def _begin_decoding(
     if head.dtype != kind:
         raise SerdeError(f"an encoded tensor of dtype {head.dtype}, expected {kind}")
     found = read_quantised(reader, head, layout, tables.levels)
+    host = tensor_over(blob, (len(blob),), None)
+    num_bytes = found.words.nbytes
+    words = scratch[:num_bytes]
+    if len(words) < num_bytes:
+        words = torch.empty(num_bytes, dtype=torch.uint8, device=out.device)
+    front = torch.empty(len(blob) - num_bytes, dtype=torch.uint8, device=out.device)
+    for target, source in (front, host[: len(front)]), (words, host[len(front) :]):
+        launch_copy(target, source, host=source)
     at = HEAD.size + layout.planes
 
     def part(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """Return the next array of the blob, aligned."""
         nonlocal at
         begin, at = at, at + math.prod(shape) * dtype.itemsize
-        return encoded[begin:at].clone().view(dtype).view(shape)
+        return front[begin:at].clone().view(dtype).view(shape)
 
     num_scales = layout.tokens if found.by_token else 1
     scale_dtype = out.dtype if found.by_token else torch.float32
@@ -195,7 +210,7 @@ def _begin_decoding(
         part(torch.int16, *groups),
         part(torch.uint8, *groups),
         part(torch.int32, layout.planes * layout.sections),
-        part(torch.int16, len(found.words)),
+        words.view(torch.int16),
     )
     return cachegen_decode(
         planes, scales, found.levels, _shape(layout), tables, out, found.by_token

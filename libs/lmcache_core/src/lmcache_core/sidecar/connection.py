@@ -18,7 +18,6 @@ from lmcache_core.errors import LMCacheError, ProtocolError, UnavailableError, V
 from lmcache_core.forks import ProcessMark
 from lmcache_core.keys import CacheEngineKey, Lane
 from lmcache_core.memory.arena_locks import FileLock, join_generation
-from lmcache_core.memory.populate import BackgroundPopulation
 from lmcache_core.memory.shared import SharedArena
 from lmcache_core.record import HotVerifier
 from lmcache_core.sidecar.mapping import ArenaMapping, ArenaMappings
@@ -159,7 +158,6 @@ class SidecarConnection:
         self._unsent = bytearray()
         self._generation_lock: FileLock | None = None
         self._mapping: ArenaMapping | None = None
-        self._population: BackgroundPopulation | None = None
         self._unsaid: list[str] = []
         self._took_s = 0.0
         self._rests_until = 0.0
@@ -221,9 +219,6 @@ class SidecarConnection:
                 self.greeting_s = time.monotonic() - begin
                 self._generation_lock = join_generation(Path(info.path).parent, info.generation)
                 self._mapping = self._mappings.of(info)
-                self._population = BackgroundPopulation(
-                    (self.arena.store_view, self.arena.load_view)
-                )
         except (UnavailableError, ProtocolError):
             self.close()
             raise
@@ -252,8 +247,6 @@ class SidecarConnection:
         with self._books:
             self._is_usable = False
             self._closing.set()
-            if self._population is not None:
-                self._population.stop()
             self._close_unless_held()
 
     def give_up(self, why: str) -> None:

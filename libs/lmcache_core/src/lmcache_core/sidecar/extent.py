@@ -97,7 +97,7 @@ def loaded_chunk(
         return None
     if payload_bytes != extent.length:
         return None
-    view = connection.mapping.load_view[extent.offset : extent.offset + extent.length]
+    view = connection.mapping.bytes_to_load(extent.offset, extent.offset + extent.length)
     metadata = MemoryObjMetadata(
         (extent.length,), None, extent.offset, extent.length, 1, MemoryFormat.BINARY
     )

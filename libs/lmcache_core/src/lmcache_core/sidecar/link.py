@@ -173,7 +173,7 @@ class SidecarLink:
             connection.arena_info.num_bytes,
         )
         if self._pins_for is not None:
-            connection.mapping.pin(self._pins_for)
+            connection.mapping.pin(self._pins_for, is_serving=True)
 
     def _reconnect_later(self, wait_s: float | None) -> None:
         with self._lock:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import weakref
 from pathlib import Path
+from threading import Event
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from lmcache_core.forks import ProcessMark
+from lmcache_core.memory.populate import BackgroundPopulation
 from lmcache_core.memory.shared import attach_shared_arena
 from lmcache_core.memory.views import tensor_over
 from lmcache_core.wire.messages import ArenaInfo
 
 if TYPE_CHECKING:
     import torch
+
+    from lmcache_core.memory.tensor import HostRegistration
+
+logger = logging.getLogger(__name__)
+
+RETRIES_S = (10.0, 60.0, 300.0, 1800.0)
+"""Waits before CUDA is asked again to pin what it has refused."""
 
 
 class ArenaMapping:
@@ -33,28 +45,94 @@ class ArenaMapping:
         self.arena = attach_shared_arena(Path(info.path), info.num_bytes, info.generation)
         self.arena.lock.release()
         self._lock = threading.Lock()
-        self._is_pinning = self._is_pinned = False
+        self._registration: HostRegistration | None = None
+        self._is_pinning = self._has_loaded = False
+        self._is_over = Event()
+        weakref.finalize(self, self._is_over.set)
+        self._populate(self.arena.store_view)
 
     @property
-    def load_view(self) -> memoryview:
-        """Return the bytes of the arena to load from: those of the pinned mapping if there is one,
+    def num_pinned_bytes(self) -> int:
+        """Return how many bytes, from the first, copies can use directly."""
+        return 0 if self._registration is None else self._registration.num_bytes
+
+    def bytes_to_load(self, begin: int, end: int) -> memoryview:
+        """Return bytes of the arena to load from: those of the pinned mapping if they are pinned,
         otherwise they cannot be written.
         """
-        return self.arena.store_view if self._is_pinned else self.arena.load_view
+        if end <= self.num_pinned_bytes:
+            return self.arena.store_view[begin:end]
+        # Page tables take memory, so this second mapping has them only where it is read.
+        if not (self._is_pinning or self._has_loaded):
+            self._has_loaded = True
+            self._populate(self.arena.load_view)
+        return self.arena.load_view[begin:end]
 
-    def pin(self, device: torch.device) -> None:
-        """Pin the arena for copies to and from a device, as long as this is referenced. If CUDA
-        refuses, that is logged and copies are slower. Idempotent; later calls do not wait for the
-        first.
+    def pin(self, device: torch.device, is_serving: bool = False) -> None:
+        """Pin the arena for copies to and from a device, as long as this is referenced. What CUDA
+        refuses is logged, and tried again in the background. Idempotent; later calls do not wait
+        for the first.
+
+        Args:
+            is_serving: Pin in the background, and rest after each piece for as long as it took: the
+                engine's calls of CUDA may wait for it.
         """
-        from lmcache_core.memory.tensor import COPY_BOUNDARY_BYTES, pin
+        from lmcache_core.memory.tensor import COPY_BOUNDARY_BYTES, HostRegistration, can_pin
 
         with self._lock:
-            is_first, self._is_pinning = not self._is_pinning, True
-        if is_first:
+            if self._registration is not None or not can_pin(self.arena.size):
+                return
             arena = tensor_over(self.arena.store_view, (self.arena.size,), "uint8")
-            # In small pieces: the engine's copies wait for some 25 ms for each.
-            self._is_pinned = pin(arena, self, device, COPY_BOUNDARY_BYTES)
+            self._registration = HostRegistration(arena, self, device, COPY_BOUNDARY_BYTES)
+            self._is_pinning = True
+        retries_s, rest_s = list(RETRIES_S), 0.0
+        while self._is_pinning and not is_serving:
+            rest_s = self._pin_next(retries_s)
+        if rest_s < math.inf:
+            later = threading.Thread(
+                target=_pin_later,
+                args=(weakref.ref(self), self._is_over, retries_s, rest_s),
+                name="lmcache-pin",
+                daemon=True,
+            )
+            try:
+                later.start()
+            except RuntimeError as exc:
+                logger.warning("cannot pin the arena, copies are slower: error=%s", exc)
+
+    def _pin_next(self, retries_s: list[float]) -> float:
+        """Pin the next piece, and return how long to wait before the one after it; infinity if that
+        was the last attempt.
+        """
+        registration = self._registration
+        assert registration is not None
+        began = monotonic()
+        error = registration.pin_next()
+        self._is_pinning = error == 0 and not registration.is_whole
+        if self._is_pinning:
+            return monotonic() - began
+        if error == 0:
+            logger.info("arena pinned: size_bytes=%d", registration.num_bytes)
+            return math.inf
+        retry_s = retries_s.pop(0) if retries_s else math.inf
+        registration.log_refusal(
+            error,
+            f" retry_in_s={retry_s:g} volume={self.arena.path.parent}; memory (tmpfs, hugetlbfs)"
+            " can be pinned, files on a disk cannot since Linux 6.5",
+        )
+        return retry_s
+
+    def _populate(self, view: memoryview) -> None:
+        weakref.finalize(self, BackgroundPopulation(view).stop)
+
+
+def _pin_later(
+    found: weakref.ref[ArenaMapping], is_over: Event, retries_s: list[float], rest_s: float
+) -> None:
+    while rest_s < math.inf and not is_over.wait(rest_s):
+        mapping = found()
+        rest_s = math.inf if mapping is None else mapping._pin_next(retries_s)
+        del mapping  # kept for one piece at a time: nothing else unpins meanwhile
 
 
 class ArenaMappings:
@@ -79,6 +157,11 @@ class ArenaMappings:
             if found is None:
                 found = self._mapped[key] = ArenaMapping(info)
             return found
+
+    @property
+    def num_pinned_bytes(self) -> int:
+        """Return how many bytes of all of them are pinned."""
+        return sum(mapping.num_pinned_bytes for mapping in self._mapped.values())
 
     def _reset(self) -> None:
         self._process = ProcessMark()

@@ -31,7 +31,7 @@ from lmcache_core.sidecar.connection import Question, SidecarConnection
 from lmcache_core.sidecar.extent import ArenaExtent, lent, loaded_chunk, reserved_extents
 from lmcache_core.sidecar.link import SidecarLink
 from lmcache_core.sidecar.mapping import ArenaMappings
-from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, Counters
+from lmcache_core.telemetry import MISSED_CHUNKS_TOTAL, PINNED_BYTES, Counters
 from lmcache_core.wire import messages as m
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class SidecarChunkStore(ChunkStore):
         self._on_salt: Callable[[str], None] = lambda salt: None
         self._describe = describe
         mappings = ArenaMappings()
+        counters.watch(PINNED_BYTES, lambda: mappings.num_pinned_bytes)
         self._link = SidecarLink(path, hello, timeout_s, self._greeted, self._lost, mappings)
         self._load_link = (
             SidecarLink(path, hello, timeout_s, lambda connection: None, self._lost, mappings)

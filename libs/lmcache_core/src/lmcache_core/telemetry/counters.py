@@ -1,9 +1,10 @@
-"""Thread-safe counters with at most one label, and single measurements for histograms."""
+"""Thread-safe counters with at most one label, gauges, and single measurements for histograms."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Final
 
 from lmcache_core.forks import enter_children
@@ -18,6 +19,7 @@ class Counters:
     def __init__(self) -> None:
         self._values: Counter[tuple[str, str]] = Counter()
         self._observed: dict[str, deque[float]] = {}
+        self._gauges: dict[str, Callable[[], int]] = {}
         self.enter_child()
         enter_children(self)
 
@@ -37,6 +39,10 @@ class Counters:
         with self._lock:
             self._values[name, label] += amount
 
+    def watch(self, name: str, gauge: Callable[[], int]) -> None:
+        """Have `value` answer with a gauge's present value."""
+        self._gauges[name] = gauge
+
     def observe(self, name: str, value: float) -> None:
         """Note a measurement, in the unit that its name ends with."""
         with self._lock:
@@ -49,7 +55,9 @@ class Counters:
         return {name: list(values) for name, values in observed.items()}
 
     def value(self, name: str, label: str | None = None) -> int:
-        """Return the counter's value with that label, or summed over all labels."""
+        """Return the counter's value with that label, or summed over all labels; or the gauge's."""
+        if name in self._gauges:
+            return self._gauges[name]()
         with self._lock:
             if label is not None:
                 return self._values[name, label]

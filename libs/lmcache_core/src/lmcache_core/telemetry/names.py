@@ -26,12 +26,15 @@ TIER_MICROSECONDS_TOTAL = "lmcache_tier_microseconds_total"
 IGNORED_WISHES_TOTAL = "lmcache_ignored_wishes_total"
 FAILED_CALLS_TOTAL = "lmcache_failed_calls_total"
 
+PINNED_BYTES = "lmcache_pinned_bytes"
+"""A gauge (`Counters.watch`)."""
+
 LOAD_SECONDS = "lmcache_load_seconds"
 LOAD_BYTES = "lmcache_load_bytes"
 STORE_SECONDS = "lmcache_store_seconds"
 STORE_BYTES = "lmcache_store_bytes"
 LOOKUP_SECONDS = "lmcache_lookup_seconds"
-"""Measurements (`Counters.observe`); the names above are counters."""
+"""Measurements (`Counters.observe`)."""
 
 CODEC_ENCODED_CHUNKS_TOTAL = "lmcache_codec_encoded_chunks_total"
 CODEC_ENCODED_RAW_BYTES_TOTAL = "lmcache_codec_encoded_raw_bytes_total"
@@ -47,4 +50,6 @@ CODEC_LAST_MAX_RELATIVE_ERROR = "lmcache_codec_last_max_relative_error"
 CODEC_LAST_RMS_RELATIVE_ERROR = "lmcache_codec_last_rms_relative_error"
 CODEC_WORST_MAX_RELATIVE_ERROR = "lmcache_codec_worst_max_relative_error"
 CODEC_WORST_RMS_RELATIVE_ERROR = "lmcache_codec_worst_rms_relative_error"
-"""Gauges; the others are counters. Errors are those measured by encoders, for each profile."""
+"""Gauges; names without such a remark are counters. Errors are those measured by encoders, for each
+profile.
+"""

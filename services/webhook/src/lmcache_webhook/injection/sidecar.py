@@ -66,7 +66,9 @@ def sidecar_container(plan: PodPlan) -> dict[str, Any]:
     """Return the cache sidecar, a restartable init container, merged with the template of the
     webhook's settings.
     """
-    memory = f"{math.ceil(plan.arena_gb * 1024) + plan.options.settings.memory_overhead_mb}Mi"
+    arena_mb = math.ceil(plan.arena_gb * 1024)
+    tables_mb = math.ceil(arena_mb / 256)  # of an arena that is mapped twice, in pages of 4 KiB
+    memory = f"{arena_mb + plan.options.settings.memory_overhead_mb + tables_mb}Mi"
     container: dict[str, Any] = {
         "name": SIDECAR,
         "restartPolicy": "Always",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
-from lmcache_core.gpu_connectors import PagedGPUConnector
+from lmcache_core.gpu_connectors import PagedGPUConnector, staging
 from lmcache_core.record.chunk_store import ChunkStore
 
 from tests.fixtures import cuda_streams
 from tests.fixtures.cuda_streams import STAGING_TOKENS, Runtime
+from tests.fixtures.held_clock import HeldClock
 from tests.unit.core.integrations.sglang import test_page_cache as on_host
 from tests.unit.core.integrations.sglang.test_page_cache import (
     LAYERS,
@@ -101,3 +103,34 @@ def test_pages_are_stored_behind_the_forward_pass_that_fills_them(
         third.queue_load("r", keys_of([50, 51]), slots_of([30, 31]))
         assert on_host.run_loads(third)
     assert all(map(torch.equal, content(one, [1, 2]), content(reader, [30, 31])))
+
+
+def test_memory_for_copies_is_taken_before_requests_come(
+    store: ChunkStore, runtime: Runtime
+) -> None:
+    with cache_of(store, pool(2)) as second:
+        num_taken = len(runtime.taken)
+        assert num_taken == 4
+        assert second.lookup("r", keys_of(NUMBERS)) == 3
+        second.queue_load("r", keys_of(NUMBERS), slots_of(LOADED_PAGES))
+        assert on_host.run_loads(second)
+        assert stored(second, range(3, 6), STORED_PAGES)
+        assert len(runtime.taken) == num_taken
+
+
+def test_nothing_is_found_while_the_device_has_no_room_for_copies(
+    store: ChunkStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang ends a request whose load fails with an error."""
+    clock = HeldClock()
+    monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=clock))
+    runtime.has_room = False
+    with cache_of(store, pool(2)) as second:
+        assert second.lookup("r", keys_of(NUMBERS)) == 0
+        assert not stored(second, range(3, 6), STORED_PAGES)
+        assert runtime.num_refused == 1
+        clock.now_s += staging.REST_S
+        runtime.has_room = True
+        assert second.lookup("s", keys_of(NUMBERS)) == 3
+        second.queue_load("s", keys_of(NUMBERS), slots_of(LOADED_PAGES))
+        assert on_host.run_loads(second)

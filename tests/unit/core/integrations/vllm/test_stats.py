@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 from lmcache_core.integrations.vllm.logs import log_as
 from lmcache_core.record import StagedFrom
-from lmcache_core.telemetry import FAILED_CALLS_TOTAL, RETRIEVED_TOKENS_TOTAL, STORE_SECONDS
+from lmcache_core.telemetry import (
+    FAILED_CALLS_TOTAL,
+    PINNED_BYTES,
+    RETRIEVED_TOKENS_TOTAL,
+    STORE_SECONDS,
+)
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
@@ -45,6 +50,18 @@ def test_growth_is_reported_once(module: ModuleType, model: Path) -> None:
     assert (figures["retrieved_tokens"], figures["retrieved_chunks"]) == (40, 5)
     assert figures["mean_load_bytes"] == figures["retrieved_bytes"]
     assert figures["mean_load_seconds"] > 0
+
+
+def test_what_is_pinned_is_reported_when_it_changes(module: ModuleType, model: Path) -> None:
+    with running(module, model, embedded()) as engine:
+        worker, pinned = engine.workers[0].connector, [0]
+        worker._counters.watch(PINNED_BYTES, lambda: pinned[-1])
+        reported = []
+        for num_bytes in (300, 300, 200):
+            pinned.append(num_bytes)
+            stats = worker.get_kv_connector_stats()
+            reported.append(None if stats is None else stats.data)
+        assert reported == [{PINNED_BYTES: 300}, None, {PINNED_BYTES: -100}]
 
 
 def test_figures_of_workers_are_added(module: ModuleType) -> None:
@@ -83,6 +100,10 @@ def test_prometheus(module: ModuleType) -> None:
     name = "vllm:" + RETRIEVED_TOKENS_TOTAL
     first, second = ({"model_name": "model", "engine": engine} for engine in "01")
     assert [registry.get_sample_value(name, labels) for labels in (first, second)] == [0, 48]
+    for change in (300, 0, -100):
+        metrics.observe({PINNED_BYTES: change}, engine_idx=1)
+    name = "vllm:" + PINNED_BYTES
+    assert registry.get_sample_value(name, second) == 200, "a gauge: it also falls"
     name = "vllm:" + STORE_SECONDS
     assert registry.get_sample_value(f"{name}_sum", second) == pytest.approx(0.202)
     assert registry.get_sample_value(f"{name}_bucket", second | {"le": "0.003"}) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from lmcache_core.integrations.vllm import store_threads
 from lmcache_core.integrations.vllm import worker as module
 from lmcache_core.integrations.vllm.plan import Load, Store
 from lmcache_core.integrations.vllm.store_threads import PendingStore, StoreThreads
-from lmcache_core.integrations.vllm.worker import LoadResult, LoadThread
+from lmcache_core.integrations.vllm.worker import LoadResult, LoadThreads
 
 from tests.fixtures.waiting import wait_until
 
@@ -22,7 +23,7 @@ def load_of(name: str) -> Load:
     return Load(name, 0, 8, ())
 
 
-def good(load: Load, after: object = None) -> LoadResult:
+def good(load: Load) -> LoadResult:
     return LoadResult(load.request_id, frozenset())
 
 
@@ -30,103 +31,133 @@ def refused(load: Load) -> LoadResult:
     return LoadResult(load.request_id, frozenset(), 0)
 
 
-class Gate:
-    """A load that waits until it is let through."""
+class Loads:
+    """Loads whose chunks are found at once, and whose copies wait at a gate.
+
+    Attributes:
+        ends: What ends each.
+        asked: Those whose chunks were asked for.
+        copying: Is set while one is copied.
+        given_back: Those that were given back without a copy.
+    """
 
     def __init__(self) -> None:
-        self.is_open = threading.Event()
-        self.has_begun = threading.Event()
+        self.gate, self.copying = threading.Event(), threading.Event()
+        self.ends: list[weakref.ref[Any]] = []
+        self.asked: list[str] = []
+        self.given_back: list[str] = []
 
-    def __call__(self, load: Load, after: object = None) -> LoadResult:
-        self.has_begun.set()
-        assert self.is_open.wait(PATIENCE_S)
-        return good(load)
+    def begin(self, load: Load, after: object) -> Callable[[bool], LoadResult]:
+        self.asked.append(load.request_id)
+
+        def end(is_copied: bool) -> LoadResult:
+            if not is_copied:
+                self.given_back.append(load.request_id)
+                return refused(load)
+            self.copying.set()
+            assert self.gate.wait(PATIENCE_S)
+            return good(load)
+
+        self.ends.append(weakref.ref(end))
+        return end
 
 
 def num_threads() -> int:
-    return sum(thread.name == "lmcache-loads" for thread in threading.enumerate())
+    names = "lmcache-gets", "lmcache-loads"
+    return sum(thread.name in names for thread in threading.enumerate())
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[..., LoadThread]]:
-    threads: list[LoadThread] = []
+def loads() -> Loads:
+    return Loads()
 
-    def make(load: Callable[..., LoadResult] = good) -> LoadThread:
-        threads.append(LoadThread(load, refused))
-        threads[-1].open()
-        return threads[-1]
 
-    yield make
-    for thread in threads:
-        thread.close()
+@pytest.fixture
+def threads(loads: Loads) -> Iterator[LoadThreads]:
+    made = LoadThreads(loads.begin, refused)
+    made.open()
+    yield made
+    made.close()
+    loads.gate.set()
     wait_until(lambda: not num_threads())
 
 
-def successes(thread: LoadThread) -> dict[str, bool]:
+def successes(threads: LoadThreads) -> dict[str, bool]:
     """Whether each load that has ended succeeded."""
-    return {result.request_id: result.first_bad is None for result in thread.take_results()}
+    return {result.request_id: result.first_bad is None for result in threads.take_results()}
 
 
 def test_loads_beyond_the_limit_are_refused(
-    made: Callable[..., LoadThread], monkeypatch: pytest.MonkeyPatch
+    loads: Loads, threads: LoadThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_WAITING_LOADS", 2)
-    gate = Gate()
-    thread = made(gate)
-    thread.submit(load_of("runs"))
-    assert gate.has_begun.wait(PATIENCE_S)
-    for name in ("waits", "waits too", "too many"):
-        thread.submit(load_of(name))
-    assert successes(thread) == {"too many": False}
-    gate.is_open.set()
-    assert thread.wait_for_all(PATIENCE_S)
-    assert successes(thread) == {"runs": True, "waits": True, "waits too": True}
+    monkeypatch.setattr(module, "MAX_LOADS", 3)
+    for name in ("runs", "waits", "waits too", "too many"):
+        threads.submit(load_of(name))
+    assert successes(threads) == {"too many": False}
+    loads.gate.set()
+    assert threads.wait_for_all(PATIENCE_S)
+    assert successes(threads) == {"runs": True, "waits": True, "waits too": True}
+
+
+def test_one_load_is_asked_for_while_another_one_is_copied(
+    loads: Loads, threads: LoadThreads
+) -> None:
+    """And no third one, whose chunks would be held for longer."""
+    for name in "abc":
+        threads.submit(load_of(name))
+    assert loads.copying.wait(PATIENCE_S)
+    wait_until(lambda: len(loads.asked) == 2)
+    threads.wait(0.01)
+    assert loads.asked == ["a", "b"]
+    loads.gate.set()
+    assert threads.wait_for_all(PATIENCE_S)
+    assert loads.asked == ["a", "b", "c"]
+    assert [result.request_id for result in threads.take_results()] == ["a", "b", "c"]
 
 
 def test_close_lets_the_running_load_end_and_refuses_the_others(
-    made: Callable[..., LoadThread], monkeypatch: pytest.MonkeyPatch
+    loads: Loads, threads: LoadThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If it does not end, or the queue is full, vLLM ends all the same."""
-    monkeypatch.setattr(module, "MAX_WAITING_LOADS", 2)
+    """If it does not end, vLLM ends all the same, and the store holds nothing for the others."""
     monkeypatch.setattr(module, "JOIN_S", 0.01)
-    gate = Gate()
-    thread = made(gate)
-    for name in ("hangs", "waits", "waits too"):
-        thread.submit(load_of(name))
-        assert gate.has_begun.wait(PATIENCE_S)
-    thread.close()
-    assert thread.take_results() == []
-    gate.is_open.set()
-    assert thread.wait_for_all(PATIENCE_S)
-    assert successes(thread) == {"hangs": True, "waits": False, "waits too": False}
+    for name in ("hangs", "was asked for", "waits"):
+        threads.submit(load_of(name))
+    assert loads.copying.wait(PATIENCE_S)
+    wait_until(lambda: len(loads.asked) == 2)
+    threads.close()
+    assert loads.given_back == ["was asked for"]
+    loads.gate.set()
+    assert threads.wait_for_all(PATIENCE_S)
+    assert successes(threads) == {"hangs": True, "was asked for": False, "waits": False}
+    assert loads.asked == ["hangs", "was asked for"]
 
 
-def test_waiter_is_woken_by_the_first_result(made: Callable[..., LoadThread]) -> None:
-    gate = Gate()
-    thread = made(gate)
-    thread.wait(PATIENCE_S)  # no load is underway
-    thread.submit(load_of("a"))
-    thread.submit(load_of("b"))
-    thread.wait(0.01)
-    assert thread.take_results() == []
-    waiter = threading.Thread(target=thread.wait, args=(10 * PATIENCE_S,))
+def test_waiter_is_woken_by_the_first_result(loads: Loads, threads: LoadThreads) -> None:
+    threads.wait(PATIENCE_S)  # no load is underway
+    threads.submit(load_of("a"))
+    threads.submit(load_of("b"))
+    threads.wait(0.01)
+    assert threads.take_results() == []
+    waiter = threading.Thread(target=threads.wait, args=(10 * PATIENCE_S,))
     waiter.start()
-    gate.is_open.set()
+    loads.gate.set()
     waiter.join(PATIENCE_S)
     assert not waiter.is_alive()
-    thread.wait(PATIENCE_S)  # a result is there
-    assert thread.take_results()[0].request_id == "a"
+    threads.wait(PATIENCE_S)  # a result is there
+    assert threads.take_results()[0].request_id == "a"
 
 
 class Stores:
     """Store threads whose copies are launched when a gate opens.
 
     Attributes:
+        ends: What ends each.
         given_up: Whether each store that has ended was given up.
     """
 
     def __init__(self, patience_s: float) -> None:
         self.gate = threading.Event()
+        self.ends: list[weakref.ref[Any]] = []
         self.given_up: list[bool] = []
         self.threads = StoreThreads(self._begin, patience_s)
         self.threads.open()
@@ -137,7 +168,12 @@ class Stores:
     def _begin(self, pending: PendingStore) -> Callable[[], None]:
         assert self.gate.wait(PATIENCE_S)
         self.threads.launched(pending, ())
-        return lambda: self.given_up.append(pending.is_given_up)
+
+        def end() -> None:
+            self.given_up.append(pending.is_given_up)
+
+        self.ends.append(weakref.ref(end))
+        return end
 
 
 class RunningStep:
@@ -184,3 +220,18 @@ def test_store_that_is_not_copied_when_threads_are_closed_is_given_up(
     stores.threads.close()
     stores.gate.set()
     wait_until(lambda: stores.given_up == [True, True])
+
+
+def test_idle_threads_keep_nothing_of_what_they_have_copied(
+    loads: Loads, threads: LoadThreads
+) -> None:
+    """The sidecar's memory is mapped, and pinned, as long as a chunk in it is referenced."""
+    stores = Stores(0.01)
+    stores.gate.set()
+    stores.submit()
+    assert stores.threads.wait(PATIENCE_S)
+    loads.gate.set()
+    threads.submit(load_of("a"))
+    assert threads.wait_for_all(PATIENCE_S)
+    assert [end() for end in stores.ends + loads.ends] == [None, None]
+    stores.threads.close()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ import torch
 from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import DegradingGuard
 from lmcache_core.engine.stores import create_chunk_store
-from lmcache_core.gpu_connectors import KVLayout, PagedGPUConnector
+from lmcache_core.gpu_connectors import PagedGPUConnector
+from lmcache_core.gpu_connectors import staging as staging_module
 from lmcache_core.integrations.vllm import worker as worker_module
 from lmcache_core.integrations.vllm.identity import KVIdentity
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, Store
@@ -29,12 +32,14 @@ from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record.chunk_store import NotLent
 from lmcache_core.telemetry import (
     FAILED_CALLS_TOTAL,
+    MISSED_CHUNKS_TOTAL,
     STORED_CHUNKS_TOTAL,
     UNSTORED_CHUNKS_TOTAL,
     Counters,
 )
 
 from tests.fixtures import cuda_streams
+from tests.fixtures.held_clock import HeldClock
 from tests.fixtures.vllm_engine import FULL, MLA, Shape, window
 from tests.fixtures.vllm_engine.memory import POISON, RankMemory
 from tests.fixtures.vllm_engine.parts import METADATA, PLAIN, groups_of, options_of
@@ -172,16 +177,11 @@ def test_nothing_is_kept_of_the_check_of_vllms_memory(
     made: list[weakref.ref[Any]] = []
     canary = worker_module.run_canary
 
-    class OnDevice(PagedGPUConnector):
-        def __init__(self, layout: KVLayout, staging_tokens: int = 0) -> None:
-            super().__init__(layout, CHUNK_SIZE)
-
     def checked(connector: PagedGPUConnector, kvcaches: Any, *args: Any) -> None:
         canary(connector, kvcaches, *args)
         made.append(weakref.ref(connector))
         made.extend(weakref.ref(pages.table) for pages in connector.binding_of(kvcaches).pages)
 
-    monkeypatch.setattr(worker_module, "PagedGPUConnector", OnDevice)
     monkeypatch.setattr(worker_module, "run_canary", checked)
     here = rank(Shape(layout=HND), layout="tokens")
     gc.collect()
@@ -341,6 +341,118 @@ def test_chunks_are_released_when_their_copies_have_ended(
     assert (here.read(OTHER_BLOCKS)[:, :4] == POISON).all()
 
 
+MORE_BLOCKS = (40, 42, 41, 44, 43, 45)
+
+
+def begin_two_loads(here: Rank) -> None:
+    """Of the same chunks into different blocks."""
+    for name, blocks in (("first", OTHER_BLOCKS), ("second", MORE_BLOCKS)):
+        plan = StepPlan((Load(name, 0, 24, (run_of(blocks),)),))
+        here.side.begin_step(plan)
+        here.side.begin_loads(plan)
+
+
+class Counting(WrappedStore):
+    """Counts chunks that it has given, and that were given back since. `is_dead`: as a sidecar that
+    may have given their memory to others.
+    """
+
+    num_given = num_back = 0
+    is_dead = False
+
+    def get(self, *args: Any, **more: Any) -> Any:
+        chunks = self.inner.get(*args, **more)
+        self.num_given += len(chunks)
+        return chunks
+
+    def release(self, chunks: Any) -> bool:
+        self.num_back += len(chunks)
+        return self.inner.release(chunks) and not self.is_dead
+
+
+@pytest.fixture
+def counting(rank: Callable[..., Rank], hanging: cuda_streams.Runtime) -> tuple[Rank, Counting]:
+    """A worker with three stored chunks, whose next copies hang."""
+    hanging.is_moving.set()
+    made: list[Counting] = []
+
+    def wrap(store: ChunkStore) -> Counting:
+        made.append(Counting(store))
+        return made[0]
+
+    here = rank(Shape(num_blocks=64), wrap=wrap)
+    here.fill(BLOCKS)
+    here.run(storing())
+    made[0].num_given = made[0].num_back = 0
+    hanging.is_moving.clear()
+    return here, made[0]
+
+
+def test_chunks_of_the_next_load_are_held_while_those_of_the_last_one_are_copied(
+    counting: tuple[Rank, Counting], hanging: cuda_streams.Runtime
+) -> None:
+    here, store = counting
+    begin_two_loads(here)
+    wait_until(lambda: store.num_given == 6)
+    assert here.side.take_received() == (set(), set())
+    assert store.num_back == 0
+    hanging.is_moving.set()
+    here.side.wait_for_copies()
+    assert here.side.take_received() == ({"first", "second"}, set())
+    assert store.num_back == 6
+    for blocks in (OTHER_BLOCKS, MORE_BLOCKS):
+        assert torch.equal(here.read(blocks), here.read(BLOCKS))
+
+
+def test_chunks_that_the_store_may_have_lost_while_they_waited_count_as_missing(
+    counting: tuple[Rank, Counting], hanging: cuda_streams.Runtime
+) -> None:
+    """The sidecar died while another load was copied."""
+    here, store = counting
+    begin_two_loads(here)
+    wait_until(lambda: store.num_given == 6)
+    store.is_dead = True
+    hanging.is_moving.set()
+    here.side.wait_for_copies()
+    assert here.side.take_received() == ({"first", "second"}, {"first", "second"})
+    assert here.side.take_bad_blocks() == {*OTHER_BLOCKS, *MORE_BLOCKS}
+    assert store.num_back == 6
+
+
+def test_close_gives_back_what_a_load_that_waits_holds(
+    counting: tuple[Rank, Counting],
+    hanging: cuda_streams.Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even if the one before it hangs, whose chunks may still be copied."""
+    here, store = counting
+    begin_two_loads(here)
+    wait_until(lambda: store.num_given == 6)
+    monkeypatch.setattr(worker_module, "JOIN_S", 0.01)
+    here.side.close()
+    assert store.num_back == 3
+    hanging.is_moving.set()
+    wait_until(lambda: store.num_back == 6)
+    assert (here.read(MORE_BLOCKS) == POISON).all()
+
+
+def test_failed_load_gives_back_the_chunks_of_all_its_groups(
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = rank(Shape((FULL, window(24))), wrap=Counting)
+    for group in (0, 1):
+        here.fill(BLOCKS, group)
+        here.run(storing(BLOCKS, group))
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no memory for slots")
+
+    monkeypatch.setattr(PagedGPUConnector, "addresses_of", fail)
+    runs = run_of(OTHER_BLOCKS), run_of(MORE_BLOCKS, 1)
+    assert here.run(StepPlan((Load("r", 0, 24, runs),)))[3].failed == {"r": 0}
+    assert here.counters.value(FAILED_CALLS_TOTAL) == 1
+
+
 @LAYOUTS
 def test_store_copies_what_the_step_has_computed(
     rank: Callable[..., Rank], runtime: cuda_streams.Runtime, layout: str, shape: Shape
@@ -355,6 +467,106 @@ def test_store_copies_what_the_step_has_computed(
     assert "gather 0" not in runtime.log
     here.run(loading(OTHER_BLOCKS, 0, 24))
     assert torch.equal(here.read(OTHER_BLOCKS), here.read(BLOCKS))
+
+
+def test_memory_for_copies_is_taken_before_vllm_serves_and_outside_its_pool(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime
+) -> None:
+    """Four buffers for all groups. A pool of vLLM's is that of the thread that it calls in."""
+    here = rank(Shape((FULL, window(24))))
+    num_taken = len(runtime.taken)
+    kept = [thread for memory, thread in runtime.taken if memory() is not None]
+    assert len(kept) == 4
+    assert threading.current_thread().name not in kept
+    for group in (0, 1):
+        here.fill(BLOCKS, group)
+        here.run(storing(BLOCKS, group))
+    here.run(StepPlan((Load("r", 0, 24, (run_of(OTHER_BLOCKS), run_of(OTHER_BLOCKS, 1))),)))
+    assert torch.equal(here.read(OTHER_BLOCKS), here.read(BLOCKS))
+    assert here.counters.value(STORED_CHUNKS_TOTAL) == 6
+    assert len(runtime.taken) == num_taken
+
+
+def test_what_a_decoder_needs_is_taken_before_vllm_serves_and_outside_its_pool(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[Any, ...]] = []
+    taken_by: list[str] = []
+
+    class Decoder:
+        def __init__(self, device: torch.device) -> None: ...
+
+        def take_tables(self) -> None:
+            taken_by.append(threading.current_thread().name)
+
+    rank(PLAIN, layout="tokens")
+    (size,) = {memory.nbytes for taken, _ in runtime.taken if (memory := taken()) is not None}
+    runtime.taken.clear()
+    monkeypatch.setattr(worker_module, "device_encodings", lambda device_type: ("encoded",))
+    monkeypatch.setattr(worker_module, "decodes_rightly", lambda *kind: not tried.append(kind))
+    monkeypatch.setattr(worker_module, "DeviceDecoder", Decoder)
+    rank(PLAIN, layout="tokens")
+    assert tried == [(cuda_streams.DEVICE, torch.float32, CHUNK_SIZE, 8)]
+    assert taken_by
+    assert threading.current_thread().name not in taken_by
+    sizes = [memory.nbytes for taken, _ in runtime.taken if (memory := taken()) is not None]
+    assert sizes == [size, size, 3 * size // 2, 3 * size // 2]
+
+
+def test_groups_share_two_streams_for_each_direction(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime
+) -> None:
+    """With the check of vLLM's memory: CUDA has few, which vLLM's own may share. Loads go first."""
+    here = rank(Shape((FULL, window(24))))
+    for group in (0, 1):
+        here.fill(BLOCKS, group)
+        here.run(storing(BLOCKS, group))
+    plan = StepPlan((Load("r", 0, 24, (run_of(OTHER_BLOCKS), run_of(OTHER_BLOCKS, 1))),))
+    here.side.begin_step(plan)
+    here.run(plan)
+    used = {
+        name: {int(line.split()[1]) for line in runtime.log if line.startswith(name)}
+        for name in ("gather", "scatter")
+    }
+    priorities = {
+        name: [runtime.streams[number].priority for number in numbers]
+        for name, numbers in used.items()
+    }
+    assert priorities == {"gather": [0, 0], "scatter": [-1, -1]}
+    assert len(runtime.streams) == 7, "with vLLM's, and one for each of two threads"
+
+
+def test_a_device_without_room_for_copies_rests(
+    rank: Callable[..., Rank], runtime: cuda_streams.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question would make torch wait for the device, and free what vLLM caches."""
+    clock, canary = HeldClock(), worker_module.run_canary
+
+    def checked(*args: Any) -> None:
+        canary(*args)
+        runtime.has_room = False  # vLLM has the rest
+
+    other = rank()
+    other.fill(BLOCKS)
+    other.run(storing())
+    monkeypatch.setattr(staging_module, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(worker_module, "run_canary", checked)
+    here = rank()
+    for num_refused in (1, 2):
+        for _ in range(2):
+            here.run(storing())
+            assert here.run(loading(OTHER_BLOCKS, 0, 24))[3].failed == {"r": 0}
+        assert runtime.num_refused == num_refused
+        clock.now_s += staging_module.REST_S
+        if num_refused == 1:
+            here.run(storing())
+    assert here.counters.value(UNSTORED_CHUNKS_TOTAL) == 5 * 3
+    assert here.counters.value(MISSED_CHUNKS_TOTAL, "unavailable") == 4 * 3
+    assert here.counters.value(FAILED_CALLS_TOTAL) == 0
+    runtime.has_room = True
+    here.run(storing())
+    here.run(loading(OTHER_BLOCKS, 0, 24))
+    assert torch.equal(here.read(OTHER_BLOCKS), other.read(BLOCKS))
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from lmcache_core.engine.transfer import KVTransfer
 from lmcache_core.errors import ConfigError, LayoutError
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
 from lmcache_core.gpu_connectors.engine_memory import LogicalMemory
+from lmcache_core.gpu_connectors.staging import Staging
 from lmcache_core.gpu_connectors.streams import has_streams
 from lmcache_core.integrations.connector_options import PREFIX, OptionReader
 from lmcache_core.integrations.sglang.identity import Ranks, identity_of
@@ -110,7 +111,10 @@ class LMCacheLinker(UnifiedCacheLinker):
         self._store = create_chunk_store(config, metadata, None, counters, self._workers, client)
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(pool.num_layers)
-        connector = PagedGPUConnector(pool.layout, page_size if has_streams(pool.device) else 0)
+        staging = Staging()
+        connector = PagedGPUConnector(
+            pool.layout, page_size if has_streams(pool.device) else 0, staging
+        )
         transfer = KVTransfer(self._store, connector, metadata, counters, self._workers)
         self._pages = PageCache(
             self._store,
@@ -127,7 +131,7 @@ class LMCacheLinker(UnifiedCacheLinker):
         self._workers.open()
         self._store.open(self._pages.use_salt)
         run_canary(
-            connector,
+            PagedGPUConnector(pool.layout, staging=staging),
             pool.kvcaches,
             LogicalMemory(pool.layout, pool.kvcaches),
             transfer.through_store,

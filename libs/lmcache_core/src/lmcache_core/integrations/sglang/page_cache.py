@@ -24,7 +24,7 @@ from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import CallGuard
 from lmcache_core.engine.transfer import BegunLoad, KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import PagedGPUConnector
-from lmcache_core.gpu_connectors.streams import ThreadStreams, record_event
+from lmcache_core.gpu_connectors.streams import ThreadStreams, record_event, wait_for_engine
 from lmcache_core.integrations.sglang.pools import Pool
 from lmcache_core.keys import CHUNK_HASH_BYTES, ChunkChain, Lane
 from lmcache_core.record import StagedFrom
@@ -146,7 +146,8 @@ class PageCache:
         ]
 
     def open(self) -> None:
-        """Start the threads."""
+        """Take what copies need of the device, and start the threads."""
+        self._has_staging()
         for thread in self._threads:
             thread.start()
 
@@ -299,6 +300,8 @@ class PageCache:
         saving_s = len(keys) * self._page_s
         if not keys or not self._root or not self._store.is_worth(saving_s):
             return None
+        if not self._has_staging():
+            return None
         deadline = time.monotonic() + max(LEAST_WAIT_S, min(saving_s, self._timeout_s))
         num_staged = self._staged(request, keys, saving_s, deadline)
         try:
@@ -350,6 +353,12 @@ class PageCache:
         for found in forgotten:
             if found.begun is not None:
                 self._transfer.abandon_load(found.begun)
+
+    def _has_staging(self) -> bool:
+        """Return whether there is memory on the device for copies, of which some is allocated if it
+        is missing.
+        """
+        return self._connector.take_staging(self._device)
 
     def _arguments(self, slots: torch.Tensor, num_tokens: int) -> dict[str, Any]:
         kvcaches = self._pool.kvcaches
@@ -411,10 +420,9 @@ class PageCache:
     def _store_pages(self, store: _Store) -> bool:
         if not self._stores:
             return True
-        for event in store.events:
-            event.synchronize()
+        wait_for_engine(store.events, self._device)
         saving_s = len(store.keys) * self._page_s
-        if not self._store.is_worth(saving_s):
+        if not (self._store.is_worth(saving_s) and self._has_staging()):
             return False
         named = self._named(store.keys)
         return all(self._transfer.store(named, self._arguments(store.slots, named[-1][1])))

@@ -45,6 +45,7 @@ from lmcache_core.integrations.vllm.requests import RequestNamer, Role
 from lmcache_core.integrations.vllm.scheduler import SchedulerSide
 from lmcache_core.integrations.vllm.stats import (
     DESCRIBED,
+    GAUGES,
     HIT_SOURCE,
     LMCachePromMetrics,
     LMCacheStats,
@@ -89,7 +90,7 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
         log_as_vllm()
         self._counters = Counters()
         self._guard = DegradingGuard(self._counters, raised=())
-        self._told = dict.fromkeys(DESCRIBED, 0)
+        self._told = dict.fromkeys((*DESCRIBED, *GAUGES), 0)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | RefusingWorker | None = None
         self._worker_side: WorkerSide | None = None
@@ -226,9 +227,9 @@ class LMCacheConnector(*BASES):  # type: ignore[misc]
 
     @override
     def get_kv_connector_stats(self) -> LMCacheStats | None:
-        last, self._told = self._told, {name: self._counters.value(name) for name in DESCRIBED}
+        last, self._told = self._told, {name: self._counters.value(name) for name in self._told}
         growth: dict[str, Any] = {
-            name: value - last[name] for name, value in self._told.items() if value > last[name]
+            name: value - last[name] for name, value in self._told.items() if value != last[name]
         }
         growth |= self._counters.take_observed()
         return LMCacheStats(data=growth) if growth else None

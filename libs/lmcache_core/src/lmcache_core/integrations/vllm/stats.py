@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -27,6 +27,7 @@ from lmcache_core.telemetry import (
     LOAD_SECONDS,
     LOOKUP_SECONDS,
     MISSED_CHUNKS_TOTAL,
+    PINNED_BYTES,
     RETRIEVED_BYTES_TOTAL,
     RETRIEVED_CHUNKS_TOTAL,
     RETRIEVED_TOKENS_TOTAL,
@@ -49,6 +50,9 @@ DESCRIBED = MappingProxyType(
         FAILED_CALLS_TOTAL: "Calls of the connector that failed; vLLM continued without the cache.",
         IGNORED_WISHES_TOTAL: "Values in kv_transfer_params that are neither true nor false.",
     }
+)
+GAUGES = MappingProxyType(
+    {PINNED_BYTES: "Bytes of the sidecar's shared memory that are pinned, over all workers."}
 )
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 BYTES = tuple(1e5 * 4**power for power in range(10))
@@ -75,7 +79,9 @@ _SOURCE_NAMES: Mapping[int, str] = {
 
 @dataclass
 class LMCacheStats(KVConnectorStats):
-    """The increase of the counters in `DESCRIBED`, and the measurements of `OBSERVED`, by name."""
+    """The increase of the counters in `DESCRIBED`, the change of `GAUGES`, and the measurements of
+    `OBSERVED`, by name.
+    """
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -112,7 +118,7 @@ class LMCacheStats(KVConnectorStats):
 
 
 class LMCachePromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter or histogram per statistic, named `vllm:lmcache_…`."""
+    """One Prometheus counter, gauge or histogram per statistic, named `vllm:lmcache_…`."""
 
     def __init__(
         self,
@@ -129,6 +135,18 @@ class LMCachePromMetrics(KVConnectorPromMetrics):
         kind, histogram = metric_types[Counter], metric_types[Histogram]
         self._metrics = {}
         self._histograms = {}
+        self._gauges = {}
+        self._sums: dict[tuple[str, int], int] = {}
+        for name, text in GAUGES.items():
+            metric = metric_types[Gauge](
+                name=PROMETHEUS_PREFIX + name,
+                documentation=text,
+                labelnames=labelnames,
+                multiprocess_mode="sum",  # each process of vLLM's server is told a part
+            )
+            self._gauges[name] = {
+                index: metric.labels(*values) for index, values in per_engine_labelvalues.items()
+            }
         for name, (text, buckets) in OBSERVED.items():
             metric = histogram(
                 name=PROMETHEUS_PREFIX + name,
@@ -154,6 +172,11 @@ class LMCachePromMetrics(KVConnectorPromMetrics):
         for name, amount in transfer_stats_data.items():
             if name in self._metrics:
                 self._metrics[name][engine_idx].inc(amount)
+            elif name in self._gauges:
+                present = self._sums[name, engine_idx] = (
+                    self._sums.get((name, engine_idx), 0) + amount
+                )
+                self._gauges[name][engine_idx].set(present)  # Ray's gauges have no `inc`
             for value in amount if name in self._histograms else ():
                 self._histograms[name][engine_idx].observe(value)
 

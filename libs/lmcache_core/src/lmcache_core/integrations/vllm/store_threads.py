@@ -170,6 +170,7 @@ class StoreThreads:
         while (begun := self._begun.get()) is not None:
             pending, end = begun
             end()
+            del begun, end  # else an arena that is gone would stay mapped until the next store
             with self._has_changed:
                 if pending in self._pending:
                     self._pending.remove(pending)

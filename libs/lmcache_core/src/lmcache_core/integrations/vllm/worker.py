@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,14 @@ import torch
 from lmcache_core.concurrency import Workers
 from lmcache_core.engine import ChunkStore
 from lmcache_core.engine.guard import CallGuard
-from lmcache_core.engine.transfer import BegunStore, KVTransfer, NamedChunk
+from lmcache_core.engine.transfer import BegunLoad, BegunStore, KVTransfer, NamedChunk
 from lmcache_core.gpu_connectors import PagedGPUConnector, run_canary
+from lmcache_core.gpu_connectors.staging import Staging
 from lmcache_core.gpu_connectors.streams import (
     ThreadStreams,
     has_streams,
     record_event,
+    use_device,
     wait_on_device,
 )
 from lmcache_core.integrations.vllm.groups import NULL_BLOCK, CacheGroup, fails_by_block
@@ -32,10 +34,13 @@ from lmcache_core.integrations.vllm.options import ConnectorOptions
 from lmcache_core.integrations.vllm.plan import ChunkRun, Load, StepPlan, WorkerReport, this_host
 from lmcache_core.integrations.vllm.store_threads import PendingStore, StoreThreads
 from lmcache_core.keys import Lane
+from lmcache_core.record import MissReason
 from lmcache_core.serde.device import DeviceDecoder, decodes_rightly, device_encodings
+from lmcache_core.serde.quantised_blob import can_be_quantised
 from lmcache_core.telemetry import (
     LOAD_BYTES,
     LOAD_SECONDS,
+    MISSED_CHUNKS_TOTAL,
     STORE_BYTES,
     STORE_SECONDS,
     UNSTORED_CHUNKS_TOTAL,
@@ -59,7 +64,12 @@ STEP_SHARE = 8
 """A step waits for the launch of copies of blocks that it overwrites for one part in this many of a
 tier's deadline.
 """
-MAX_WAITING_LOADS = 4096
+MAX_LOADS = 4096
+"""Loads that are underway; further ones are refused."""
+MAX_BEGUN_LOADS = 2
+"""The chunks of one load are asked for while those of another are copied; a third one waits, and
+holds nothing of the store.
+"""
 JOIN_S = 10.0
 
 
@@ -78,10 +88,24 @@ class LoadResult:
 
 
 @dataclass(frozen=True)
+class _BegunRun:
+    """A run of a load whose chunks are held.
+
+    Attributes:
+        wanted: The first of its slots to be written, and one past the last.
+    """
+
+    run: ChunkRun
+    wanted: tuple[int, int]
+    begun: BegunLoad
+
+
+@dataclass(frozen=True)
 class _GroupTransfer:
     """The path of one cache group between vLLM and the store.
 
     Attributes:
+        decoder: Decodes its chunks; None: nothing does.
         lane: The common part of the keys of its chunks on this worker.
     """
 
@@ -89,7 +113,15 @@ class _GroupTransfer:
     memory: GroupMemory
     connector: PagedGPUConnector
     transfer: KVTransfer
+    decoder: DeviceDecoder | None
     lane: Lane
+
+    def has_staging(self) -> bool:
+        """Return whether there is memory on the device for copies, of which some is allocated if it
+        is missing.
+        """
+        device = self.memory.kvcaches[0].device
+        return self.connector.take_staging(device, self.decoder is not None)
 
     def named(self, run: ChunkRun) -> list[NamedChunk]:
         """Return the chunks of a run; their positions count from its first slot."""
@@ -172,7 +204,7 @@ class RefusingWorker:
 
 class WorkerSide:
     """Loads and stores for one worker. Called by one thread; stores run in two others, and loads in
-    a fourth.
+    two more.
 
     Args:
         rank: This worker's rank among all workers of the engine.
@@ -211,11 +243,12 @@ class WorkerSide:
         self._guard = guard
         self._workers = Workers("lmcache-digest")
         self._transfers: list[_GroupTransfer] = []
-        self._loads = LoadThread(self._load, lambda load: self._result(load, load.begin))
+        self._loads = LoadThreads(self._begin_load, lambda load: self._result(load, load.begin))
         self._store_threads = StoreThreads(
             self._begin_store, options.engine.tier_timeout_s / STEP_SHARE
         )
         self._streams = ThreadStreams()
+        self._staging = Staging()
         self._begun: torch.cuda.Event | None = None
         self._held: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -241,17 +274,20 @@ class WorkerSide:
         for group in self._groups:
             backends = backends_of(group.layers)
             memory = memory_of(group, kv_caches, num_blocks, self._layout, backends)
-            tried = self._transfer_of(group, memory)
+            tried = self._transfer_of(group, memory, keeps_staging=False)
             through_store = tried.transfer.through_store
             run_canary(tried.connector, memory.kvcaches, memory.engine, through_store)
             # vLLM may call this inside a memory pool that sleep mode empties: what the canary
-            # created on the device (addresses, staging) is dropped, and created again outside of
-            # the pool when first needed.
+            # created on the device (addresses) is dropped, and created again outside of the pool
+            # when first needed.
             transfers.append(self._transfer_of(group, memory, self._decoder_of(memory)))
         self._transfers = transfers
         if transfers and has_streams(self._device):
-            # CUDA allows no registration while a graph is captured.
+            # Before the engine serves: its calls of CUDA would wait for this.
             self._store.pin_memory(self._device)
+            # A memory pool that this thread is in does not hold what another thread takes.
+            with ThreadPoolExecutor(1, initializer=use_device, initargs=(self._device,)) as outside:
+                outside.submit(self._take_memory).result()
         self._loads.open()
         self._store_threads.open()
 
@@ -338,20 +374,37 @@ class WorkerSide:
         kernels decode a known tensor wrongly.
         """
         device = memory.kvcaches[0].device
-        dtype = getattr(torch, memory.layout.kv_dtype)
-        if not (device_encodings(device.type) and dtype.is_floating_point and dtype.itemsize > 1):
+        specs = memory.layout.tensor_specs(self._chunk_size // memory.unit_tokens)
+        can_be_encoded = all(can_be_quantised(spec.dtype, spec.shape) for spec in specs)
+        if not (device_encodings(device.type) and can_be_encoded):
             return None
-        if decodes_rightly(device, dtype):
+        kinds = {(getattr(torch, spec.dtype), *spec.shape[2:]) for spec in specs}
+        if all(decodes_rightly(device, *kind) for kind in kinds):
             return DeviceDecoder(device)
         logger.error("kernels decode wrongly, encoded chunks count as misses: device=%s", device)
         return None
 
+    def _take_memory(self) -> None:
+        """Take what copies need of the device before vLLM serves."""
+        with self._guard("retrieve"):
+            # The buffers have the size of the largest chunks.
+            for lane in sorted(self._transfers, key=self._chunk_bytes, reverse=True):
+                if lane.has_staging() and lane.decoder is not None:
+                    lane.decoder.take_tables()
+
+    def _chunk_bytes(self, lane: _GroupTransfer) -> int:
+        return lane.memory.layout.num_bytes(self._chunk_size // lane.memory.unit_tokens)
+
     def _transfer_of(
-        self, group: CacheGroup, memory: GroupMemory, decoder: DeviceDecoder | None = None
+        self,
+        group: CacheGroup,
+        memory: GroupMemory,
+        decoder: DeviceDecoder | None = None,
+        keeps_staging: bool = True,
     ) -> _GroupTransfer:
-        units = self._chunk_size // memory.unit_tokens
-        is_on_device = memory.kvcaches[0].device.type != "cpu"
-        connector = PagedGPUConnector(memory.layout, units if is_on_device else 0)
+        keeps_staging = keeps_staging and has_streams(memory.kvcaches[0].device)
+        units = self._chunk_size // memory.unit_tokens if keeps_staging else 0
+        connector = PagedGPUConnector(memory.layout, units, self._staging)
         metadata = replace(self._metadata, kv_dtype=memory.layout.kv_dtype)
         transfer = KVTransfer(
             self._store,
@@ -363,24 +416,69 @@ class WorkerSide:
             decoder,
         )
         lane = Lane(FMT, metadata.model_name, self._num_ranks, metadata.worker_id, group.name)
-        return _GroupTransfer(group, memory, connector, transfer, lane)
+        return _GroupTransfer(group, memory, connector, transfer, decoder, lane)
 
     @property
     def _device(self) -> torch.device:
         return self._transfers[0].memory.kvcaches[0].device
 
-    def _load(self, load: Load, begun: torch.cuda.Event | None = None) -> LoadResult:
-        first_bad: int | None = load.begin
+    def _begin_load(
+        self, load: Load, after: torch.cuda.Event | None
+    ) -> Callable[[bool], LoadResult]:
+        """Ask the store for the chunks of a load, and return what ends it: copies them into vLLM's
+        blocks, behind `after`, if it is called with True, and gives them back in any case.
+        """
         began = time.monotonic()
-        streams = nullcontext() if begun is None else self._streams.own(begun.device)
-        with self._guard("retrieve"), torch.inference_mode(), streams:
+        begun: deque[_BegunRun] = deque()
+        missing: list[int] = []
+        is_begun = False
+        with self._guard("retrieve"):
             ends = {run.group: self._end_of(run) for run in load.runs}  # a tail is the last one
-            missing = (self._load_run(run, load, ends[run.group], begun) for run in load.runs)
-            bad = [token for token in missing if token is not None]
-            first_bad = min(bad, default=None)
-        if first_bad is None:
-            self._observe(LOAD_SECONDS, LOAD_BYTES, began, self._num_bytes(load.runs))
-        return self._result(load, first_bad)
+            for run in load.runs:
+                wanted = self._wanted(run, load, ends[run.group])
+                if wanted is None:
+                    missing.append(self._first_missing(run, load, 0))
+                    continue
+                lane = self._transfers[run.group]
+                chunks = lane.transfer.begin_load(lane.named(run), load.recompute_s)
+                begun.append(_BegunRun(run, wanted, chunks))
+            is_begun = True
+        asked_s = time.monotonic() - began
+
+        def end(is_copied: bool) -> LoadResult:
+            first_bad: int | None = load.begin
+            began = time.monotonic() - asked_s
+            if is_begun and is_copied:
+                with (
+                    self._guard("retrieve"),
+                    torch.inference_mode(),
+                    self._streams.own(self._device),
+                ):
+                    while begun:
+                        one = begun[0]
+                        lane = self._transfers[one.run.group]
+                        has_staging = lane.has_staging()
+                        arguments = lane.arguments(one.run, *one.wanted, after)
+                        begun.popleft()  # both give its chunks back
+                        if has_staging:
+                            num_loaded = lane.transfer.finish_load(one.begun, arguments, one.wanted)
+                        else:
+                            num_loaded = 0
+                            lane.transfer.abandon_load(one.begun)
+                            self._counters.add(
+                                MISSED_CHUNKS_TOTAL, one.run.num_chunks, MissReason.UNAVAILABLE
+                            )
+                        if num_loaded < one.run.num_chunks:
+                            missing.append(self._first_missing(one.run, load, num_loaded))
+                    first_bad = min(missing, default=None)
+            for one in begun:
+                with self._guard("retrieve"):
+                    self._transfers[one.run.group].transfer.abandon_load(one.begun)
+            if first_bad is None:
+                self._observe(LOAD_SECONDS, LOAD_BYTES, began, self._num_bytes(load.runs))
+            return self._result(load, first_bad)
+
+        return end
 
     def _result(self, load: Load, first_bad: int | None) -> LoadResult:
         """Return a load's result; without blocks if vLLM treats the whole request as failed."""
@@ -398,10 +496,9 @@ class WorkerSide:
         size = self._groups[run.group].block_size
         return run.first * self._chunk_size + len(run.block_ids) * size
 
-    def _load_run(
-        self, run: ChunkRun, load: Load, end_of_group: int, begun: torch.cuda.Event | None
-    ) -> int | None:
-        """Load one run of a group; return the first token whose KV is missing, None if none is.
+    def _wanted(self, run: ChunkRun, load: Load, end_of_group: int) -> tuple[int, int] | None:
+        """Return the slots of a run to be written, from the first to one past the last; None if a
+        block or chunk of them is missing.
 
         Args:
             end_of_group: Where the last run of the group ends.
@@ -418,13 +515,12 @@ class WorkerSide:
         blocks = run.block_ids[(first - start) // size : -(-(end - start) // size)]
         if first > needed or end_of_group < load.end or NULL_BLOCK in blocks:
             logger.error("block or chunk missing, not loading: request=%s", load.request_id)
-            return begin
-        wanted = ((first - start) // unit, (end - start) // unit)
-        num_loaded = lane.transfer.load(
-            lane.named(run), load.recompute_s, lane.arguments(run, *wanted, begun), wanted
-        )
-        missing = num_loaded < run.num_chunks
-        return max(start + num_loaded * self._chunk_size, load.begin) if missing else None
+            return None
+        return (first - start) // unit, (end - start) // unit
+
+    def _first_missing(self, run: ChunkRun, load: Load, num_loaded: int) -> int:
+        """Return the first token whose KV is missing if so many chunks of a run are loaded."""
+        return max((run.first + num_loaded) * self._chunk_size, load.begin)
 
     def _write_behind_copies(self, request_ids: Collection[str] | None) -> None:
         """Let what vLLM's stream is given from now on start behind copies of these requests' blocks
@@ -452,6 +548,7 @@ class WorkerSide:
         def end() -> None:
             for transfer, store in begun:
                 with self._guard("store"):
+                    use_device(self._device)
                     transfer.finish_store(store, is_intact=not pending.is_given_up)
             if begun and not pending.is_given_up:
                 self._observe(STORE_SECONDS, STORE_BYTES, began, pending.num_bytes)
@@ -461,7 +558,11 @@ class WorkerSide:
     def _is_wanted(self, run: ChunkRun, pending: PendingStore) -> bool:
         patience = STORE_PATIENCE / STORE_QUESTIONS
         saving_s = pending.recompute_s * run.num_chunks * patience
-        return not pending.is_given_up and self._store.is_worth(saving_s)
+        return (
+            not pending.is_given_up
+            and self._store.is_worth(saving_s)
+            and self._transfers[run.group].has_staging()
+        )
 
     def _begin_run(
         self, run: ChunkRun, computed: torch.cuda.Event | None
@@ -485,62 +586,73 @@ class WorkerSide:
         self._counters.add(UNSTORED_CHUNKS_TOTAL, sum(run.num_chunks for run in runs))
 
 
-class LoadThread:
-    """Runs loads one after the other, in a thread that ends with the process.
+class LoadThreads:
+    """Runs loads in two threads that end with the process: one asks for the chunks of the next load
+    while the other one copies those of the last.
 
     Args:
-        load: Performs a load, after an event on a device with streams; must not raise.
+        begin: Asks for the chunks of a load, whose copies start behind an event, and returns what
+            ends it: if called with False, without a copy. Neither may raise.
         refuse: Returns the result of a load that is not attempted.
     """
 
     def __init__(
         self,
-        load: Callable[[Load, torch.cuda.Event | None], LoadResult],
+        begin: Callable[[Load, torch.cuda.Event | None], Callable[[bool], LoadResult]],
         refuse: Callable[[Load], LoadResult],
     ) -> None:
-        self._load = load
+        self._begin = begin
         self._refuse = refuse
-        self._waiting: queue.Queue[tuple[Load, torch.cuda.Event | None] | None] = queue.Queue(
-            MAX_WAITING_LOADS
+        self._waiting: queue.SimpleQueue[tuple[Load, torch.cuda.Event | None] | None] = (
+            queue.SimpleQueue()
         )
+        self._begun: queue.SimpleQueue[Callable[[bool], LoadResult] | None] = queue.SimpleQueue()
         self._has_changed = threading.Condition()
-        self._num_underway = 0
+        self._num_underway = self._num_begun = 0
         self._results: list[LoadResult] = []
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lmcache-loads", daemon=True)
+        self._is_closing = False
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for name, work in (("lmcache-gets", self._ask), ("lmcache-loads", self._copy))
+        ]
 
     def open(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """Stop after the running load; queued ones are refused. Idempotent.
+        """Stop after the load that is being copied; the others are refused. Idempotent.
 
         A load that does not end within `JOIN_S` is left to its thread.
         """
-        if self._thread.is_alive() and not self._is_closing.is_set():
-            self._is_closing.set()
-            with contextlib.suppress(queue.Full):  # a full queue wakes the thread anyway
-                self._waiting.put_nowait(None)
-            self._thread.join(JOIN_S)
-            if self._thread.is_alive():
+        if not self._threads[1].is_alive() or self._is_closing:
+            return
+        with self._has_changed:
+            self._is_closing = True
+            self._has_changed.notify_all()
+        self._waiting.put(None)
+        for thread in self._threads:
+            thread.join(JOIN_S)
+            if thread.is_alive():
                 logger.error(
-                    "load did not end, leaving it: thread=%s waited_s=%g", self._thread.name, JOIN_S
+                    "load did not end, leaving it: thread=%s waited_s=%g", thread.name, JOIN_S
                 )
+        self._begun.put(None)
+        self._copy()  # gives back what that thread has not come to
 
     def submit(self, load: Load, after: torch.cuda.Event | None = None) -> None:
-        """Queue a load; beyond `MAX_WAITING_LOADS` it is refused."""
+        """Queue a load; beyond `MAX_LOADS` it is refused."""
         with self._has_changed:
             self._num_underway += 1
-        try:
-            self._waiting.put_nowait((load, after))
-        except queue.Full:
+            is_refused = self._num_underway > MAX_LOADS
+        if is_refused:
             logger.warning(
-                "too many loads wait, recomputing: request=%s limit=%d",
-                load.request_id,
-                MAX_WAITING_LOADS,
+                "too many loads wait, recomputing: request=%s limit=%d", load.request_id, MAX_LOADS
             )
             self._done(self._refuse(load))
+        else:
+            self._waiting.put((load, after))
 
     def wait(self, limit_s: float) -> None:
         """Wait until there is a result to take or no load is underway, at most `limit_s`."""
@@ -558,12 +670,27 @@ class LoadThread:
             results, self._results = self._results, []
         return results
 
-    def _run(self) -> None:
+    def _ask(self) -> None:
         while (waiting := self._waiting.get()) is not None:
-            load, after = waiting
-            self._done(self._refuse(load) if self._is_closing.is_set() else self._load(load, after))
-            if self._is_closing.is_set() and self._waiting.empty():
-                return
+            with self._has_changed:
+                self._has_changed.wait_for(
+                    lambda: self._num_begun < MAX_BEGUN_LOADS or self._is_closing
+                )
+                is_begun = not self._is_closing
+                self._num_begun += is_begun
+            if is_begun:
+                self._begun.put(self._begin(*waiting))
+            else:
+                self._done(self._refuse(waiting[0]))
+        self._begun.put(None)
+
+    def _copy(self) -> None:
+        while (end := self._begun.get()) is not None:
+            result = end(not self._is_closing)
+            del end  # else an arena that is gone would stay mapped until the next load
+            with self._has_changed:
+                self._num_begun -= 1
+            self._done(result)
 
     def _done(self, result: LoadResult) -> None:
         with self._has_changed:
