@@ -38,6 +38,7 @@ LONG = (
     "property/test_engine_model.py",
     "unit/blend/test_certify.py",
     "unit/demo/test_model.py",
+    "unit/gpu/test_removed_order.py",
     "unit/kernels",
 )
 """Sweeps and soaks, more than half of the time of all tests: `make test` leaves them out, `make

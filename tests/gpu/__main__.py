@@ -22,12 +22,12 @@ from tests.gpu.kernels import described
 from tests.gpu.report import Report, WrongBytes, read_lines
 
 PARTS = {
-    "facts": 60,
-    "kernels": 135,
-    "connectors": 45,
-    "streams": 105,
-    "faults": 75,
-    "figures": 120,
+    "facts": 45,
+    "kernels": 200,
+    "connectors": 35,
+    "streams": 100,
+    "faults": 60,
+    "figures": 100,
     "vllm": 580,
     "sglang": 300,
 }

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
-from lmcache_core.gpu_connectors import KVLayout, LayerGroup, PagedGPUConnector
+from lmcache_core.gpu_connectors import KVLayout, LayerGroup, PagedGPUConnector, copy_engine
 from lmcache_core.gpu_connectors.layout import Order, Packing
-from lmcache_core.memory import HostMemoryAllocator, MemoryFormat
+from lmcache_core.memory import MemoryFormat, PinMemoryAllocator
 
 from tests.gpu.report import Report
 
 NUM_BLOCKS = 96
 NUM_TOKENS = 256
 DTYPES = ("bfloat16", "float8_e4m3fn", "float32")
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""What elements are compared as, by their bytes: not every dtype can be indexed on a device."""
+NEVER = 1 << 60
+"""No run is so long."""
 FAR_BYTES = 3 << 30
 """Between two blocks, so that the last of three begins beyond 32 bits."""
 
@@ -63,19 +68,27 @@ class Pages:
         return cls(KVLayout((group,)), tensors, views)
 
     def content(self, slots: torch.Tensor) -> torch.Tensor:
-        """All sides of all layers of these slots, by plain indexing."""
-        size = self.views[0].shape[1]
+        """All sides of all layers of these slots, by plain indexing, as words on the device."""
+        view = self.views[0]
+        size, word = view.shape[1], WORDS[view.element_size()]
+        slots = slots.to(view.device)
         blocks, offsets = slots // size, slots % size
-        return torch.stack([view.cpu()[blocks, offsets] for view in self.views])
+        return torch.stack([view.view(word)[blocks, offsets] for view in self.views])
 
 
 def run(report: Report) -> None:
-    """Every layout, and strides beyond 32 bits."""
+    """Every layout by kernels and, where tokens are contiguous, by copy engines; strides beyond
+    32 bits.
+    """
     for name, group, block_size in _cases(("bfloat16",) if report.is_dry else DTYPES):
-        source, target = (Pages.make(group, block_size, report.device) for _ in range(2))
+        source = Pages.make(group, block_size, report.device)
         slots = torch.randperm(NUM_BLOCKS * block_size)[:NUM_TOKENS]
-        _there_and_back(report, source.layout, source.tensors, target.tensors, slots)
-        report.equal(name, target.content(slots), source.content(slots))
+        for least, way in ((NEVER, "kernels"), (1, "copy engines")):
+            target = Pages.make(group, block_size, report.device)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(copy_engine, "LEAST_RUN_BYTES", least)
+                _there_and_back(report, source.layout, source.tensors, target.tensors, slots)
+            report.equal(f"{name}, {way}", target.content(slots), source.content(slots))
     _far_apart(report)
 
 
@@ -112,7 +125,7 @@ def _there_and_back(
     slots: torch.Tensor,
 ) -> None:
     connector = PagedGPUConnector(layout, 0 if report.is_dry else len(slots))
-    allocator = HostMemoryAllocator(layout.num_bytes(len(slots)) + (1 << 16))
+    allocator = PinMemoryAllocator(layout.num_bytes(len(slots)) + (1 << 16))
     chunk = allocator.allocate(
         connector.get_shape(len(slots)), getattr(torch, layout.kv_dtype), MemoryFormat.KV_BLOB
     )

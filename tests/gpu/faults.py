@@ -26,13 +26,13 @@ from tests.fixtures.vllm_engine import FULL, Engine, Shape, WrongKV, running
 from tests.fixtures.vllm_engine.shapes import HND
 from tests.fixtures.vllm_engine.worlds import make_model, prompt, with_sidecar
 from tests.gpu.connectors import Pages
+from tests.gpu.copies import LOADS, STORES, require_pinned
+from tests.gpu.facts import SHARED_MEMORY
 from tests.gpu.report import Report, WrongBytes
 from tests.gpu.streams import compute_stream
 
 GROUP = LayerGroup("", 4, 2, 64, "bfloat16", packing="kv_first")
 NUM_TOKENS, BLOCK_SIZE = 256, 16
-STORES, LOADS = "lmcache-stores", "lmcache-loads"
-"""The connector's threads."""
 RENEWED = {"arena_gb": 2 * ARENA_BYTES / (1 << 30)}
 KILLED = {
     "a store": (STORES, {}),
@@ -114,28 +114,38 @@ def _copies(report: Report, name: str, pages: Sequence[Pages] = ()) -> None:
 def _killed(report: Report, name: str, thread: str, settings: dict[str, float]) -> None:
     """Kill a sidecar during a copy. The engine works without a cache, and finds the next one."""
     with contextlib.ExitStack() as opened:
-        place = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        place = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=SHARED_MEMORY)))
         processes = opened.enter_context(Processes(place, quiet_environment()))
         sidecar = RestartedSidecar(processes, place)
         module = opened.enter_context(imported_connector())
-        opened.enter_context(compute_stream(report))
+        copies = opened.enter_context(compute_stream(report)).copies
         extra = with_sidecar(sidecar.socket, layout="tokens")
         shape = Shape((FULL,), 4, 48, HND, device=report.device)
         engine = opened.enter_context(running(module, make_model(place), extra, shape=shape))
         engine.ask(prompt(STORED, LENGTH))
         if not _num_loaded(engine, STORED):
             raise AssertionError("nothing was loaded before the fault")
+        if not report.is_dry:
+            require_pinned(copies.are_pinned)
         with _killing(report, sidecar, thread):
             is_store = thread == STORES
             during = _num_loaded(engine, OTHER if is_store else STORED)
         without = [_num_loaded(engine, number) for number in (STORED, OTHER)]
         if sidecar.process.is_alive or any(without):
             raise AssertionError(f"{without} tokens were loaded without a sidecar")
+        copies.are_pinned.clear()
         sidecar.start(**settings)
         began = time.monotonic()
-        while not (after := _num_loaded(engine, OTHER)):
+        # Arenas are pinned again in the background: what is loaded until then is pageable.
+        while not (
+            (after := _num_loaded(engine, OTHER))
+            and (report.is_dry or copies.are_pinned.get(LOADS))
+        ):
             if time.monotonic() > began + BACK_S:
-                raise AssertionError("the sidecar is back, and nothing is loaded")
+                raise AssertionError(
+                    f"the sidecar is back: {after} tokens were loaded,"
+                    f" out of pinned memory: {copies.are_pinned}"
+                )
         report.note(
             f"sidecar killed during {name}",
             promised_during=during,

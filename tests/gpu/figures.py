@@ -51,7 +51,7 @@ ARENAS = {"pageable": False, "pinned": True}
 """Whether the worker pins the sidecar's arena, by name."""
 PIN_S = 30.0
 """In which the arena must be pinned."""
-VERIFY_HOT = ("always", "never")
+VERIFY_HOT = ("always", "sampled", "never")
 ARENA_ROUNDS = 3
 """Rounds that an arena holds; older ones are evicted."""
 MATMUL_SIZE, NUM_MATMULS = 8192, 40

@@ -53,12 +53,12 @@ class Report:
         )
 
     def equal(self, name: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Compare bytes.
+        """Compare bytes, where `got` is.
 
         Raises:
             WrongBytes: They differ.
         """
-        if not torch.equal(as_bytes(got), as_bytes(wanted)):
+        if not torch.equal(as_bytes(got), as_bytes(wanted).to(got.device)):
             raise WrongBytes(f"{name}: other bytes came back")
         self.note(name, checked_bytes=wanted.nbytes)
 
@@ -78,8 +78,8 @@ class Report:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, on the CPU."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    """The bytes of a tensor."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -12,13 +12,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.copies import LOADS, STORES, require_pinned
 from tests.gpu.facts import SHARED_MEMORY
 from tests.gpu.report import Report, WrongBytes
 from tests.gpu.vllm import CONFIG, DRY_CONFIG
 from tests.sglang.engines import PAGE_SIZE, engine_options, linked, set_environment, start
 
 DIGESTS = "LMC_DIGESTS"
-"""Environment variable: a directory, common to both engines, with a digest of each page."""
+"""Environment variable: a directory, common to both engines, with a digest of each page, and
+whether each thread's last copy was of pinned memory.
+"""
+PINNED = "pinned"
 LINKER = "tests.gpu.sglang_linker:CheckedLinker"
 ANSWER_S = 60.0
 NUM_NEW = 4
@@ -83,6 +87,9 @@ def run(report: Report) -> None:
         with Owner(Path(place)) as owner:
             _measure(report, owner, model, Path(shared), digests, sizes)
         loaded = (digests / "loaded").read_text().split()
+        if not report.is_dry:
+            threads = (STORES, LOADS)
+            require_pinned({one: (digests / one).read_text() == PINNED for one in threads})
     if "other" in loaded:
         raise WrongBytes(f"{loaded.count('other')} of {len(loaded)} pages that SGLang loaded")
     report.note("pages", loaded=len(loaded), of=sizes.num_pages)

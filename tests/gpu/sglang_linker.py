@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lmcache_core.gpu_connectors.staging import StagingPair
 from lmcache_core.integrations.sglang.linker import LMCacheLinker
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
-from tests.gpu.sglang import DIGESTS
+from tests.gpu.copies import Copies
+from tests.gpu.sglang import DIGESTS, PINNED
 
 
 class CheckedLinker(LMCacheLinker):
     """Digests pages behind a store and behind a load, both while SGLang keeps their slots."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
+        self._copies = Copies()
+        StagingPair.near = self._copies.watched(StagingPair.near)  # type: ignore[method-assign]
         super().__init__(*arguments, **more)
         self._digests = Path(os.environ[DIGESTS])
         self._storing: deque[Any] = deque()
@@ -33,6 +37,7 @@ class CheckedLinker(LMCacheLinker):
         return is_queued
 
     def pop_completed_offload(self) -> bool:
+        self._note_copies()
         for page, digest in self._pages_of(self._storing.popleft()):
             (self._digests / page).write_text(digest)
         return super().pop_completed_offload()
@@ -51,6 +56,7 @@ class CheckedLinker(LMCacheLinker):
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         is_loaded = super().finish_layer_wise_loading(counter_index)
+        self._note_copies()
         if is_loaded:
             with (self._digests / "loaded").open("a") as file:
                 for transfer in self._loading:
@@ -58,6 +64,10 @@ class CheckedLinker(LMCacheLinker):
                         is_equal = (self._digests / page).read_text() == digest
                         print("equal" if is_equal else "other", file=file)
         return is_loaded
+
+    def _note_copies(self) -> None:
+        for thread, is_pinned in list(self._copies.are_pinned.items()):
+            (self._digests / thread).write_text(PINNED if is_pinned else "pageable")
 
     def _pages_of(self, transfer: Any) -> Iterator[tuple[str, str]]:
         """Yield each page's name and the digest of its KV of all layers."""

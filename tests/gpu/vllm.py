@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.copies import require_pinned
 from tests.gpu.facts import SHARED_MEMORY
 from tests.gpu.pytests import ROOT, run_pytest
 from tests.gpu.report import Report, WrongBytes
@@ -191,6 +192,8 @@ def measure(report: Report, kind: str, owner: Any, model: Path, shared: Path, si
             raise AssertionError(f"{kind}: {again['num_cached']} tokens were loaded")
         if again["kv"] != cold["kv"] or (is_ours and not again["kv"]):
             raise WrongBytes(f"{kind}: other KV was loaded than was computed")
+        if is_ours and not report.is_dry:
+            require_pinned(again["are_pinned"])
         if number == 0:  # the first round compiles
             ms.clear()
         report.note(

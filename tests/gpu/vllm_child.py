@@ -9,8 +9,10 @@ import time
 from typing import Any
 
 import torch
+from lmcache_core.gpu_connectors.staging import StagingPair
 
 from tests.bench.vllm_child import TimedChild
+from tests.gpu.copies import Copies
 from tests.vllm.engine_child import serve
 from tests.vllm.engines import Engine, set_environment
 
@@ -24,6 +26,8 @@ class MeasuringChild(TimedChild):
     def __init__(self) -> None:
         super().__init__()
         self._num_requests = 0
+        self._copies = Copies()
+        StagingPair.near = self._copies.watched(StagingPair.near)  # type: ignore[method-assign]
 
     def prefill(self, name: str, tokens: list[int], num_stored: int) -> dict[str, Any]:
         """Serve one prompt.
@@ -35,7 +39,8 @@ class MeasuringChild(TimedChild):
 
         Returns:
             `seconds` until its first token, `num_cached` tokens as vLLM counts them, the `tokens`
-            that follow, and a digest of the `kv` of the stored part, "" without our connector.
+            that follow, a digest of the `kv` of the stored part, "" without our connector, and
+            whether copies of host memory `are_pinned`, by thread.
         """
         engine = self._engines[name]
         request, kv = self._add(engine, tokens, NUM_NEW), ""
@@ -52,6 +57,7 @@ class MeasuringChild(TimedChild):
             "num_cached": output.num_cached_tokens or 0,
             "tokens": list(output.outputs[0].token_ids),
             "kv": kv,
+            "are_pinned": self._copies.are_pinned,
         }
 
     def serve(self, name: str, requests: list[dict[str, Any]]) -> dict[str, Any]:

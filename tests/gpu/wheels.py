@@ -24,6 +24,7 @@ CARRIED = (
     "pytest",
     "pytest-asyncio",
     "pytest-timeout",
+    "pytest-xdist",
     "hypothesis",
 )
 """What else all parts need but `vllm`; what they need themselves is downloaded too."""

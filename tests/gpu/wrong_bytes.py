@@ -5,6 +5,7 @@ a compiler, a library or the device.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -12,19 +13,35 @@ import torch
 
 WRONG_BYTES = 10
 TORCH = Path(torch.testing.__path__[0])
-_WRONG = pytest.StashKey[bool]()
+_WRONG = "wrong_bytes"
 
 
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Note a failed comparison."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note a failed comparison in the report, which other processes send to the first."""
+    report = yield
     if call.excinfo is not None and is_comparison(call.excinfo.value, item.path.parent):
-        item.session.stash[_WRONG] = True
+        report.user_properties.append((_WRONG, True))
+    return report
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Choose the code."""
-    if session.stash.get(_WRONG, False):
-        session.exitstatus = WRONG_BYTES
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the code of this run."""
+    config.pluginmanager.register(_Code())
+
+
+class _Code:
+    def __init__(self) -> None:
+        self._is_wrong = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._is_wrong |= (_WRONG, True) in map(tuple, report.user_properties)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._is_wrong:
+            session.exitstatus = WRONG_BYTES
 
 
 def is_comparison(exc: BaseException, checks: Path) -> bool:

@@ -19,8 +19,9 @@ from lmcache_core.serde.chunk_codec import Profile
 from tests.gpu import __main__ as command
 from tests.gpu import connectors, estimates, kernels, streams, table
 from tests.gpu.__main__ import FAILED, PARTS, WRONG, run_apart, worst
+from tests.gpu.pytests import run_pytest
 from tests.gpu.report import Report, WrongBytes, read_lines
-from tests.gpu.wrong_bytes import is_comparison
+from tests.gpu.wrong_bytes import WRONG_BYTES, is_comparison
 
 
 @pytest.fixture
@@ -137,6 +138,20 @@ def test_only_a_failed_comparison_of_a_check_is_a_wrong_byte(tmp_path: Path) -> 
     assert [is_comparison(one, checks) for one in (wrong, close, group)] == [True] * 3
     library = raised(lambda: np.testing.assert_equal(1, 2))
     assert [is_comparison(one, checks) for one in (other, library)] == [False] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["one process", "two"])
+def test_a_wrong_byte_decides_the_code_in_whatever_process(
+    tmp_path: Path, processes: tuple[str, ...]
+) -> None:
+    checks, config = tmp_path / "test_bytes.py", tmp_path / "pytest.ini"
+    config.write_text("[pytest]\n")
+    compiles = "def test_compiling(): raise RuntimeError('no compiler')\n"
+    checks.write_text(f"{compiles}def test_bytes(): assert [1] == [2]\n")
+    assert run_pytest(config, *processes, checks).returncode == WRONG_BYTES
+    checks.write_text(compiles)
+    assert run_pytest(config, *processes, checks).returncode == 1
 
 
 # --- The page -------------------------------------------------------------------------------------
