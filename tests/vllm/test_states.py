@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_core.engine.transfer import KVTransfer
+from lmcache_core.engine.transfer import BegunLoad, KVTransfer
 from lmcache_core.sidecar import SidecarChunkStore
 from vllm import SamplingParams
 
@@ -183,16 +183,19 @@ def test_without_its_state_an_answer_is_another(
     """So a state that is lost or wrong does not go unnoticed by these tests."""
     sidecar = world.sidecar()
     ask = Ask(prompt(96, kind.length))
-    load = KVTransfer.load
+    finish = KVTransfer.finish_load
 
-    def load_attention(transfer: KVTransfer, named: Any, *others: Any) -> int:
-        is_state = "state" in named[0][2].group
-        return len(named) if is_state else load(transfer, named, *others)
+    def finish_attention(transfer: KVTransfer, begun: BegunLoad, *others: Any) -> int:
+        if "state" not in begun.named[0][2].group:
+            return finish(transfer, begun, *others)
+        num_chunks = begun.num_fitting
+        transfer.abandon_load(begun)
+        return num_chunks
 
     with running_engine(kind.options(world)) as first:
         first.ask(kind.filling(ask))
         await_calm(sidecar)
-    monkeypatch.setattr(KVTransfer, "load", load_attention)
+    monkeypatch.setattr(KVTransfer, "finish_load", finish_attention)
     with running_engine(kind.options(world)) as second:
         wrong = second.ask(ask)
         assert wrong.num_cached == kind.whole(kind.length)
