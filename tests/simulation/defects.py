@@ -271,8 +271,8 @@ DEFECTS = (
     Defect(
         "a load that failed in the middle names the wrong place",
         f"{VLLM}/worker.py",
-        "max(start + num_loaded * self._chunk_size, load.begin)",
-        "max(start - num_loaded * self._chunk_size, load.begin)",
+        "max((run.first + num_loaded) * self._chunk_size, load.begin)",
+        "max((run.first - num_loaded) * self._chunk_size, load.begin)",
     ),
     Defect(
         "a pull that is over has failed",

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -197,8 +198,9 @@ def test_an_engine_that_serves_can_copy_while_an_arena_is_pinned(
 
     with running_socket(tmp_path, ARENA_BYTES) as sidecar, contextlib.ExitStack() as opened:
         connection = SidecarConnection(sidecar.path, HELLO, PATIENCE_S)
-        monkeypatch.setattr(mapping, "Event", Over)
-        monkeypatch.setattr(mapping, "monotonic", lambda: now)
+        threads = SimpleNamespace(Event=Over, Lock=threading.Lock, Thread=threading.Thread)
+        monkeypatch.setattr(mapping, "threading", threads)
+        monkeypatch.setattr(mapping, "time", SimpleNamespace(monotonic=lambda: now))
         connection.open()
         opened.callback(connection.close)
         runtime.on_register = take_a_while

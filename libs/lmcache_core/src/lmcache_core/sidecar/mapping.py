@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 import weakref
 from pathlib import Path
-from threading import Event
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from lmcache_core.forks import ProcessMark
@@ -47,7 +46,7 @@ class ArenaMapping:
         self._lock = threading.Lock()
         self._registration: HostRegistration | None = None
         self._is_pinning = self._has_loaded = False
-        self._is_over = Event()
+        self._is_over = threading.Event()
         weakref.finalize(self, self._is_over.set)
         self._populate(self.arena.store_view)
 
@@ -106,11 +105,11 @@ class ArenaMapping:
         """
         registration = self._registration
         assert registration is not None
-        began = monotonic()
+        began = time.monotonic()
         error = registration.pin_next()
         self._is_pinning = error == 0 and not registration.is_whole
         if self._is_pinning:
-            return monotonic() - began
+            return time.monotonic() - began
         if error == 0:
             logger.info("arena pinned: size_bytes=%d", registration.num_bytes)
             return math.inf
@@ -127,7 +126,10 @@ class ArenaMapping:
 
 
 def _pin_later(
-    found: weakref.ref[ArenaMapping], is_over: Event, retries_s: list[float], rest_s: float
+    found: weakref.ref[ArenaMapping],
+    is_over: threading.Event,
+    retries_s: list[float],
+    rest_s: float,
 ) -> None:
     while rest_s < math.inf and not is_over.wait(rest_s):
         mapping = found()
