@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from lmcache_core.telemetry import tracing
 from lmcache_core.telemetry.request_context import (
     MAX_REQUEST_ID_CHARS,
     Carried,
@@ -17,7 +18,7 @@ from lmcache_core.telemetry.request_context import (
     step,
     working_for,
 )
-from lmcache_core.telemetry.tracing import MAX_QUEUED_SPANS, open_tracer
+from lmcache_core.telemetry.tracing import MAX_BATCH_SPANS, MAX_QUEUED_SPANS, open_tracer
 from lmcache_core.token_database import ChunkedTokenDatabase
 
 from tests.fixtures.kv import (
@@ -29,7 +30,7 @@ from tests.fixtures.kv import (
     random_kv,
     tokens_of,
 )
-from tests.fixtures.otlp import Collector, Seen, collector
+from tests.fixtures.otlp import PATIENCE_S, Collector, Seen, collector
 from tests.fixtures.service_process import ServiceProcess, running_service
 from tests.fixtures.sidecar import engine_at
 from tests.fixtures.waiting import wait_until
@@ -287,6 +288,25 @@ def test_spans_for_an_unavailable_collector_are_dropped() -> None:
         with working_for("work", None, tracer), step("part"):
             pass
     tracer.close()
+
+
+def test_spans_wait_for_a_collector_that_hangs_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what makes them waits for nothing."""
+    for name in ("SEND_TIMEOUT_S", "CLOSE_TIMEOUT_S"):
+        monkeypatch.setattr(tracing, name, PATIENCE_S)
+    with collector() as hanging:
+        hanging.answers.clear()
+        tracer = open_tracer(hanging.url, "test", "0", 1.0)
+        assert tracer is not None
+        for _ in range(4 * MAX_QUEUED_SPANS):
+            with working_for("work", None, tracer):
+                pass
+        hanging.answers.set()
+        tracer.close()
+        num_sent = len(hanging.spans())
+    assert MAX_QUEUED_SPANS <= num_sent <= MAX_QUEUED_SPANS + MAX_BATCH_SPANS
 
 
 def test_work_is_carried_only_within() -> None:

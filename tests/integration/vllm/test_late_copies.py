@@ -134,14 +134,29 @@ def test_a_step_waits_for_copies_of_a_preempted_request(
 
 
 def test_what_is_not_copied_in_time_is_not_stored(
-    module: ModuleType, model: Path, sidecar: RunningSocket, gate: threading.Event
+    module: ModuleType,
+    model: Path,
+    sidecar: RunningSocket,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A step waits for it, at most an eighth of `tier_timeout_s`."""
     limits = Limits(64, reserves_whole_prompt=False)
     shape = Shape(num_blocks=14)
+    waits: list[float | None] = []
+    wait_for = threading.Condition.wait_for
+
+    def noted(condition: threading.Condition, met: Any, timeout: float | None = None) -> Any:
+        waits.append(timeout)
+        return wait_for(condition, met, timeout)
+
     with late_engine(module, model, sidecar, shape, limits, tier_timeout_s=0.5) as engine:
         requests = [engine.add(prompt(number, 24), 20) for number in (1, 2)]
-        while not any(request.num_preemptions for request in requests):
-            engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Condition, "wait_for", noted)
+            while not any(request.num_preemptions for request in requests):
+                engine.step()
+        assert set(waits) == {0.5 / 8}
         gate.set()
         engine.run()
         (preempted,) = (request for request in requests if request.num_preemptions)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from lmcache_core.errors import UnavailableError
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
 from lmcache_core.sidecar import connection as connection_module
@@ -32,6 +33,8 @@ from tests.fixtures.waiting import wait_until
 CHAINS = [chain_of(range(3))]
 GOOD, UNKNOWN = Staged(True, (b"\1\1\0",)), Staged(False, ())
 MUCH_S = 1000.0
+BUFFERED = 32
+"""Requests that a socket holds until they are read."""
 
 
 class Held:
@@ -93,6 +96,11 @@ def is_good(store: SidecarChunkStore, ticket: str) -> bool:
 def wait_for_more(items: Sized, count: int = 1) -> None:
     before = len(items)
     wait_until(lambda: len(items) >= before + count)
+
+
+def wait_until_read(sidecar: ScriptedSidecar, count: int) -> None:
+    """Wait until the sidecar has read as many requests after HELLO."""
+    wait_until(lambda: len(sidecar.requests) > count)
 
 
 def asked(sidecar: ScriptedSidecar) -> list[str]:
@@ -206,12 +214,27 @@ def test_unanswered_requests_are_bounded_and_nothing_waits_for_them(tmp_path: Pa
         wait_until(are_given_back)
 
 
+def test_no_more_is_sent_to_a_sidecar_that_reads_without_answering(tmp_path: Path) -> None:
+    with (
+        scripted_sidecar(tmp_path, lambda request: None) as sidecar,
+        connected(sidecar) as connection,
+    ):
+        for number in range(MAX_UNANSWERED):
+            wait_until_read(sidecar, number - BUFFERED)
+            connection.send(m.Ping(), m.Pong)
+        with pytest.raises(UnavailableError, match="256 requests are unanswered"):
+            connection.send(m.Ping(), m.Pong)
+
+
 def test_sidecar_that_ends_while_many_answers_are_missing_is_noticed(tmp_path: Path) -> None:
-    with held(tmp_path) as (store, sidecar, _):
-        sidecar.script = lambda request: None  # it reads, and answers HELLO alone
-        for _ in range(MAX_UNANSWERED):
+    with (
+        scripted_sidecar(tmp_path, lambda request: None, PATIENCE_S) as sidecar,
+        store_at(sidecar.path) as store,
+    ):
+        for number in range(MAX_UNANSWERED):
+            wait_until_read(sidecar, number - BUFFERED)
             store.unstage(["t"])
-        wait_until(lambda: len(sidecar.requests) > MAX_UNANSWERED)
+        wait_until_read(sidecar, MAX_UNANSWERED)
         sidecar.hang_up()
         wait_until(lambda: store.unstage(["t"]) or sidecar.num_connections > 1)
 
