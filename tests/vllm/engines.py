@@ -189,10 +189,11 @@ class Engine:
         (answer,) = self.generate([ask])
         return answer
 
-    def reset(self) -> None:
-        """Let vLLM forget its prefix cache, and its connector nothing."""
+    def reset(self, *, reset_connector: bool = False) -> None:
+        """Let vLLM forget its prefix cache; its connector as well, or nothing."""
         deadline = time.monotonic() + 20.0
-        while not self.llm.reset_prefix_cache():  # refused while a connector still reads blocks
+        # Refused while a connector still reads blocks.
+        while not self.llm.reset_prefix_cache(reset_connector=reset_connector):
             assert time.monotonic() < deadline, "vLLM's blocks are not given back"
             self.llm.llm_engine.step()
             time.sleep(0.01)

@@ -22,6 +22,7 @@ from lmcache_core.record import Chunk, MissReason
 from lmcache_core.storage.remote.base import Locate
 from lmcache_core.storage.remote.members import (
     MAX_QUESTIONS,
+    REFRESH_S,
     REST_INITIAL_S,
     Members,
     Resolver,
@@ -34,6 +35,7 @@ from lmcache_core.storage.remote.replicas import MAX_PUT_TIMEOUTS, ReplicatedBac
 from lmcache_core.wire.client import ClientOptions, LmClient
 from lmcache_core.wire.server import LmServer
 
+from tests.fixtures.waiting import until
 from tests.fixtures.wire import MemoryStore, serving
 from tests.suites.backend_suite import Arena, payload_of
 from tests.suites.chunks import make_chunk, make_key, make_payload
@@ -66,13 +68,17 @@ class Cluster:
         self.arena = Arena()
 
     async def start(self, *names: str) -> None:
+        await self.appear(*names)
+        await self.members.refresh()
+
+    async def appear(self, *names: str) -> None:
+        """Start servers; the tier has not looked for them yet."""
         for name in names:
             self.stores[name] = Server()
             self._servers[name] = await self._exits.enter_async_context(
                 serving(self.stores[name], name=name)
             )
             self.addresses[name] = ServerAddress("127.0.0.1", self._servers[name].port, name)
-        await self.members.refresh()
 
     async def stop(self, name: str) -> None:
         await self._servers[name].close()
@@ -91,7 +97,12 @@ class Cluster:
             for result in await self.tier.batched_get(keys, self.arena, timeout_s)
         ]
 
+    def num_connections(self, name: str) -> int:
+        return self._servers[name].num_connections
+
     async def _find(self) -> list[ServerAddress]:
+        if not self.addresses:
+            raise UnavailableError("no such host")
         return list(self.addresses.values())
 
     def _client(self, address: ServerAddress) -> LmClient:
@@ -250,6 +261,27 @@ async def test_two_addresses_of_one_server_are_one_server() -> None:
         await made.members.refresh()
         assert list(made.members.by_name()) == ["s-0"]
         assert all(await made.put(KEYS))
+
+
+async def test_servers_that_cannot_be_found_at_first_are_found_soon() -> None:
+    """Such as storages that start with the engine, and have no addresses yet."""
+    async with cluster() as made:
+        await made.appear("s-0")
+        now = asyncio.get_running_loop().time
+        began = now()
+        await until(made.members.by_name)
+        assert now() - began < REFRESH_S / 2
+
+
+async def test_server_without_an_address_is_no_home_and_its_connection_ends() -> None:
+    async with cluster("s-0", "s-1") as made:
+        assert all(await made.put(KEYS[:20]))
+        del made.addresses["s-1"]
+        await made.members.refresh()
+        assert all(await made.put(KEYS[20:]))
+        assert {*map(tuple, map(made.where, KEYS[20:]))} == {("s-0",)}
+        await until(lambda: made.num_connections("s-1") == 0)
+        assert made.num_connections("s-0") == 1
 
 
 async def test_chunk_that_has_moved_is_found_again() -> None:

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import socket
 import ssl
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -53,11 +54,20 @@ class Listening:
     """A listener and whom it turned away."""
 
     def __init__(
-        self, max_connections: int, goodbye: ErrorMessage | None, session: type[Talk]
+        self,
+        max_connections: int,
+        goodbye: ErrorMessage | None,
+        session: type[Talk],
+        max_strangers: int = 0,
     ) -> None:
         self.turned_away: list[FrameStream] = []
         self.listener = FrameListener(
-            "test listener", max_connections, session, self.turned_away.append, goodbye
+            "test listener",
+            max_connections,
+            session,
+            self.turned_away.append,
+            goodbye,
+            max_strangers,
         )
 
     async def until_idle(self) -> None:
@@ -66,9 +76,12 @@ class Listening:
 
 @asynccontextmanager
 async def open_listener(
-    max_connections: int = 2, goodbye: ErrorMessage | None = BUSY, session: type[Talk] = Talk
+    max_connections: int = 2,
+    goodbye: ErrorMessage | None = BUSY,
+    session: type[Talk] = Talk,
+    max_strangers: int = 0,
 ) -> AsyncIterator[Listening]:
-    made = Listening(max_connections, goodbye, session)
+    made = Listening(max_connections, goodbye, session, max_strangers)
     await made.listener.listen("127.0.0.1", 0)
     try:
         yield made
@@ -117,10 +130,14 @@ async def test_connection_beyond_the_limit_is_refused_or_closed(
 
 
 @pytest.mark.virtual_time
+@pytest.mark.parametrize("max_strangers", [0, 1])
 async def test_close_waits_for_sessions_for_the_given_time(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, max_strangers: int
 ) -> None:
-    async with open_listener(session=Stubborn) as made, connected(made.listener.port) as raw:
+    async with (
+        open_listener(session=Stubborn, max_strangers=max_strangers) as made,
+        connected(made.listener.port) as raw,
+    ):
         assert await heard(raw) == b"!"
         closing = asyncio.ensure_future(made.listener.close(drain_s=60))
         await asyncio.sleep(59)
@@ -201,3 +218,44 @@ async def test_refused_connections_take_no_place_of_others() -> None:
         await made.until_idle()
         async with connected(made.listener.port) as next_one:
             assert await heard(next_one) == b"!"
+
+
+@pytest.mark.parametrize("max_strangers", [0, 3])
+async def test_nothing_is_kept_of_connections_that_have_ended(max_strangers: int) -> None:
+    """Neither of served ones, nor of strangers, nor of those that gave way or were turned away."""
+    served: list[weakref.ref[FrameStream]] = []
+    turned_away: list[weakref.ref[FrameStream]] = []
+
+    def begin(stream: FrameStream) -> Talk:
+        served.append(weakref.ref(stream))
+        return Talk(stream)
+
+    def refused(stream: FrameStream) -> None:
+        turned_away.append(weakref.ref(stream))
+
+    listener = FrameListener("test listener", 2, begin, refused, BUSY, max_strangers)
+    await listener.listen("127.0.0.1", 0)
+    async with contextlib.AsyncExitStack() as clients:
+
+        async def connect() -> None:
+            raw = await clients.enter_async_context(connected(listener.port))
+            assert await heard(raw)
+
+        for _ in range(3):
+            await connect()
+        for owner, one in zip(("greedy", "greedy", "small"), served, strict=False):
+            stream = one()
+            assert stream is not None
+            assert listener.let_in(stream, owner)
+            del stream
+        for _ in range(4):
+            await connect()
+    assert turned_away
+
+    def have_gone() -> bool:
+        gc.collect()
+        return not any(one() for one in (*served, *turned_away))
+
+    await until(have_gone)
+    assert listener.num_connections == 0
+    await listener.close()

@@ -248,10 +248,18 @@ async def put_damaged(hot: LocalCPUBackend) -> None:
     assert await put_inside(hot, made, payload, made.header.tensors)
 
 
+async def put_stating(hot: LocalCPUBackend, name: str, *shape: int) -> None:
+    """Store a record that states that it decodes to so many bytes."""
+    made = encoded_by(ZlibCodec("flate"), make_chunk(name, payload=DATA))
+    spec = TensorSpec("", "uint8", shape, 0, made.memory.get_size())
+    assert await put_inside(hot, made, bytearray(made.memory.byte_array), (spec,))
+
+
+@pytest.mark.parametrize("is_stated", [False, True], ids=["decoding fails", "states too much"])
 async def test_record_that_does_not_decode_counts_as_absent_and_is_replaced(
-    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena
+    tier: EncodedBackend, hot: LocalCPUBackend, arena: Arena, is_stated: bool
 ) -> None:
-    await put_damaged(hot)
+    await (put_stating(hot, "a", 1 << 33) if is_stated else put_damaged(hot))
     assert await got(tier, arena, "a") == [MissReason.CORRUPT]
     assert await tier.batched_contains([make_key("a")]) == [False], (
         "or it would never be stored again"
@@ -329,9 +337,7 @@ async def test_sizes_are_checked_before_memory_is_allocated(
     shape: tuple[int, ...],
     reason: MissReason,
 ) -> None:
-    made = encoded_by(ZlibCodec("flate"), make_chunk("bomb", payload=DATA))
-    spec = TensorSpec("", "uint8", shape, 0, made.memory.get_size())
-    assert await put_inside(hot, made, bytearray(made.memory.byte_array), (spec,))
+    await put_stating(hot, "bomb", *shape)
     assert await got(tier, arena, "bomb") == [reason]
 
 
