@@ -81,7 +81,7 @@ ESTIMATES = (
     ),
     Estimate(
         "a store's time in the step",
-        "near 0 on the host; 1 to 2 ms of the GPU beside it",
+        "near 0 on the host; 1 to 2 ms of GPU time in parallel",
         "other threads launch; 32 gathers of 25 to 35 µs",
         f"{LLAMA}: matrix products during stores",
     ),

@@ -85,7 +85,7 @@ def test_copies_are_launched_in_pieces(runtime, connector, monkeypatch):
 
 @pytest.mark.parametrize("to_pages", [False, True])
 def test_connectors_share_buffers(runtime, to_pages):
-    """In turn, each in the order of its stream, whoever uses it."""
+    """They take turns, and each buffer is used in the order of its stream."""
     staging = Staging()
     connectors = [PagedGPUConnector(LAYOUT, 3, staging) for _ in range(2)]
     pages = [kwargs_of(seed) for seed in (1, 20)]
