@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lmcache_demo.processes import Processes
 from lmcache_demo.settings import quiet_environment
 
@@ -28,6 +29,7 @@ from tests.fixtures.redis_server import running_redis
 ROOT = Path(__file__).resolve().parents[2]
 LMCACHE_PYTHON = ROOT / ".lmcache" / "venv" / "bin" / "python"
 START_TIMEOUT_S = 120.0
+PROMPTS_BACKED = 3
 
 Engine = tuple[str, str, dict[str, Any]]
 """Kind for `peer_child`, tier by its name in `lookup`, and options."""
@@ -45,9 +47,9 @@ class Place:
             None: the same.
         delay: Rounds between storing and retrieving a prompt: one for slower tiers, when memory no
             longer holds it.
-        is_backed: Whether free memory has just been used when a store begins. Otherwise a host may
-            have taken it back, and its first use is several times slower. It matters to what does
-            not hold its memory from the start.
+        use_memory: Uses free memory of the machine once and frees it, before each store: a host
+            may have taken it back, and its first use is several times slower. None where memory is
+            held from the start, or is not backed.
         num_clients: How many times the engines start; each time their first round is a row of its
             own.
         lookup: What is measured of lookups: the "lookup" itself, the "first lookup" after a rest,
@@ -64,7 +66,7 @@ class Place:
     retrieve_limit: Callable[[], float]
     shape: Shape
     delay: int = 1
-    is_backed: bool = False
+    use_memory: Callable[[], object] | None = None
     num_clients: int = 1
     lookup: str = ""
     make_cold: Callable[[], None] | None = None
@@ -146,6 +148,7 @@ def disk(directory: Path, num_tokens: int, is_backed: bool) -> Iterator[Place]:
     file = folder / "raw"
 
     def write() -> None:
+        file.unlink(missing_ok=True)  # ext4 writes a file at once that replaces another one
         with file.open("wb", buffering=0) as raw:
             for at in range(0, size, CHUNK_BYTES):
                 raw.write(data[at : at + CHUNK_BYTES])
@@ -159,6 +162,14 @@ def disk(directory: Path, num_tokens: int, is_backed: bool) -> Iterator[Place]:
         (folder / name).mkdir()
         path = f"file://{folder / name}/"
         return {"local_disk": path, "max_local_disk_size": 12 * size / 2**30}
+
+    def use_page_cache() -> None:
+        # Memory that a process has freed is not what the kernel takes for files.
+        filler = folder / "filler"
+        with filler.open("wb", buffering=0) as raw:
+            for _ in range(PROMPTS_BACKED):
+                raw.write(target)
+        filler.unlink()
 
     def make_cold() -> None:
         for path in folder.rglob("*"):
@@ -174,7 +185,7 @@ def disk(directory: Path, num_tokens: int, is_backed: bool) -> Iterator[Place]:
         _timed(write),
         _timed(read),
         shape,
-        is_backed=is_backed,
+        use_memory=use_page_cache if is_backed else None,
         lookup="lookup" if is_backed else "",
         make_cold=make_cold if is_backed else None,
     )
@@ -207,7 +218,7 @@ def lm(directory: Path, num_tokens: int, is_backed: bool) -> Iterator[Place]:
             move,
             move,
             shape,
-            is_backed=is_backed,
+            use_memory=_memory_user(shape) if is_backed else None,
             lookup="first lookup" if is_backed else "",
         )
 
@@ -228,7 +239,7 @@ def redis(directory: Path, num_tokens: int, is_backed: bool) -> Iterator[Place]:
             _timed(store),
             _timed(retrieve),
             shape,
-            is_backed=is_backed,
+            use_memory=_memory_user(shape) if is_backed else None,
             lookup="first lookup" if is_backed else "",
         )
 
@@ -293,6 +304,11 @@ def peer_environment() -> dict[str, str]:
 def _little_room(shape: Shape) -> dict[str, float]:
     """Slightly more than one prompt: a prompt retrieved a round later has been evicted."""
     return {"max_local_cpu_size": 1.2 * shape.num_bytes / 2**30}
+
+
+def _memory_user(shape: Shape) -> Callable[[], object]:
+    """Return a function that uses free memory of the machine once, and frees it."""
+    return partial(torch.ones, PROMPTS_BACKED * shape.num_bytes, dtype=torch.uint8)
 
 
 def _timed(work: Callable[[], object]) -> Callable[[], float]:

@@ -292,8 +292,8 @@ class Reading:
     ) -> float:
         time.sleep(SETTLE_S)
         place = self.place
-        if place.is_backed and what == "store":
-            use_memory(3 * place.shape.num_bytes)
+        if place.use_memory is not None and what == "store":
+            place.use_memory()
         if kind != "limit":
             return float(running[kind].call(what, turn))
         if is_first and place.first_store_limit is not None:
@@ -341,11 +341,6 @@ def at_place(name: str, run: Run, directory: Path, num_tokens: int, rounds: int)
         folder.mkdir()
         run(place.name, lambda: reading.take(partial(engines, of, folder)))
     return list(reading.rows(cores))
-
-
-def use_memory(num_bytes: int) -> None:
-    """Use free memory of the machine once, and free it."""
-    torch.ones(num_bytes, dtype=torch.uint8)
 
 
 # --- Other rows: chunks, short prompts, vLLM, CacheGen --------------------------------------------
