@@ -76,7 +76,7 @@ class Node:
     def make_client(self) -> None:
         """Make a client that is not connected yet."""
         attach = Attach(str(self.arena.path), self.arena.size, self.arena.generation)
-        self.client = MoverClient(self._socket, attach)
+        self.client = MoverClient(self._socket, attach, self.memory)
 
     def allocate(self, num_bytes: int) -> MemoryObj:
         """Return memory in the arena."""
@@ -86,23 +86,20 @@ class Node:
 
     def piece_from(self, other: Node, theirs: MemoryObj) -> Piece:
         """Return a piece that copies a peer's memory to new memory here."""
-        attached = other.client.attached
-        assert attached is not None, "the peer has no mover"
-        address = attached.address + theirs.metadata.address
+        address = other.client.address_of(theirs)
+        assert address is not None, "the peer has no mover"
         return Piece(address, self.allocate(theirs.get_size()))
 
     async def attached(self) -> bytes:
         """Wait for the mover; return its blob."""
         async with asyncio.timeout(START_S):
-            while (attached := self.client.attached) is None:
+            while not self.client.blob:
                 await asyncio.sleep(0.02)
-        return attached.blob
+        return self.client.blob
 
 
 @contextmanager
-def running_node(
-    directory: Path, arena: Path, num_bytes: int, transports: str
-) -> Iterator[Node]:
+def running_node(directory: Path, arena: Path, num_bytes: int, transports: str) -> Iterator[Node]:
     """Run a node; its client is opened and closed by the caller."""
     directory.mkdir()
     node = Node(directory, arena, num_bytes, transports)

@@ -128,7 +128,6 @@ class Storm:
         reader, peer = self._reader, self._peer
         await reader.attached()
         blob = await peer.attached()
-        peer.client.serve(True)  # of each new mover
         pieces = [reader.piece_from(peer, memory) for memory in self._theirs]
         asked: Sequence[Any] = pieces
         if not self._is_owned:

@@ -28,7 +28,9 @@ LONG_S = 120.0
 
 
 @pytest.fixture(scope="module", params=["tcp", "tcp,cma"])
-def nodes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+def nodes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Node, Node]]:
     """One that reads, one that is read from."""
     directory = tmp_path_factory.mktemp("movers")
     with (
@@ -49,7 +51,7 @@ async def opened(nodes: tuple[Node, Node]) -> AsyncIterator[tuple[Node, Node]]:
             stack.push_async_callback(node.client.close)
         for node in nodes:
             await node.attached()
-        nodes[1].client.serve(True)
+        nodes[1].client.note_loans(1)
         yield nodes
 
 

@@ -117,6 +117,10 @@ class SidecarSettings(NodeSettings):
     lm_port: Port = 65433
     distributed_url: DistributedUrlText | None = None
     """Where peers reach this sidecar, `lm://host:port`; None: `lm_host` and `lm_port`."""
+    peer_transport: Literal["lm", "nixl"] = "lm"
+    """How peers' chunks come: `nixl`: by the mover wherever that is faster than `lm`."""
+    mover_socket: Path | None = None
+    """Unix socket of the mover, with `peer_transport: nixl`."""
     ticket_keys_file: Path | None = None
     """Keys of the broker's tickets."""
     salt_file: Path | None = None
@@ -199,6 +203,12 @@ class SidecarSettings(NodeSettings):
                 f"lm_host={self.lm_host!r} is reachable from other machines, but neither"
                 " ticket_keys_file nor auth_tokens_file is set: set one, or set"
                 " allow_anonymous=true if a NetworkPolicy is all the protection you want"
+            )
+        if (self.peer_transport == "nixl") != (self.mover_socket is not None):
+            raise ValueError(
+                f"peer_transport={self.peer_transport!r} and"
+                f" mover_socket={str(self.mover_socket) if self.mover_socket else None!r}: a mover"
+                " needs both: set peer_transport=nixl and the socket of lmcache-mover, or neither"
             )
         self.refuse_plaintext("lm_host", self.lm_host)
         self.check_scheme("distributed_url", self.distributed_url)

@@ -18,7 +18,9 @@ from lmcache_core.errors import CapacityError, ConfigError, UnavailableError
 from lmcache_core.keys import CacheEngineKey, ChunkKey
 from lmcache_core.memory import SharedArena
 from lmcache_core.memory.shared import ArenaFile, huge_page_policy
+from lmcache_core.mover import Attach, MoverClient
 from lmcache_core.names import DISK_TIER, PEER_TIER
+from lmcache_core.p2p.by_mover import MoverPulls
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.record import Chunk
 from lmcache_core.storage.base import StorageBackend
@@ -66,6 +68,7 @@ class SidecarNode(Node[SidecarSettings]):
 
     Attributes:
         holders: Finds other holders of chunks; None without lookup.
+        mover: Reads from peers and lends to them; None: they exchange chunks over lm:// alone.
     """
 
     arena_owner: ArenaOwner
@@ -74,6 +77,7 @@ class SidecarNode(Node[SidecarSettings]):
     descriptions: Descriptions
     lookups: RecentLookups
     holders: Holders | None
+    mover: MoverClient | None = None
 
     def __init__(self, state: ServiceState) -> None:
         assert isinstance(state.settings, SidecarSettings)
@@ -95,6 +99,11 @@ class SidecarNode(Node[SidecarSettings]):
             huge_page_policy(settings.arena_path),
         )
         self.exits.callback(owner.close)
+        if settings.mover_socket is not None:
+            arena = Attach(str(self.arena.path), self.arena.size, self.arena.generation)
+            self.mover = MoverClient(settings.mover_socket, arena, owner.allocator)
+            self.mover.open()
+            self.exits.push_async_callback(self.mover.close)
         await self.open_clients()
         options = ("disk_serde", "remote_serde", "peer_serde")
         serdes = {option: getattr(settings, option) for option in options}
@@ -140,12 +149,11 @@ class SidecarNode(Node[SidecarSettings]):
             exclusive = ExclusiveBytes(chunks, self.tiers.remote, holders, settings.tier_timeout_s)
             self.tasks.repeat("sole-bytes", exclusive.measure, MEASURE_INTERVAL_S)
         requests = self._make_handover(chunks, holders)
-        await self.serve(
-            create_peer_server(
-                settings, self.state, self.stack, codecs, self.takes_handovers, self.counters
-            ),
-            settings.distributed_url,
+        server = create_peer_server(
+            settings, self.state, self.stack, codecs, self.takes_handovers, self.counters
         )
+        server.lender = self.mover
+        await self.serve(server, settings.distributed_url)
         await self.join(
             lambda: heartbeat_figures(
                 self.tiers,
@@ -230,7 +238,8 @@ class SidecarNode(Node[SidecarSettings]):
                 accepts=accepts,
                 tls=self.tls,
             )
-            backend = P2PBackend(settings.instance_id, self.lookup, self.broker, pool)
+            mover = None if self.mover is None else MoverPulls(self.mover, PEER_TIER)
+            backend = P2PBackend(settings.instance_id, self.lookup, self.broker, pool, mover)
             peers = PeersSpec(backend=backend, accepts_lossy=accepts.lossy)
         if settings.remote_url is not None:
             remote = RemoteSpec(

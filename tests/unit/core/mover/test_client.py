@@ -71,9 +71,10 @@ class FakeMover:
 class Setting:
     """A client and its mover, attached; the arena."""
 
-    def __init__(self, mover: FakeMover, mover_client: MoverClient) -> None:
-        self.mover, self.client = mover, mover_client
-        self.arena = ArenaAllocator.anonymous(ARENA_BYTES)
+    def __init__(
+        self, mover: FakeMover, mover_client: MoverClient, arena: ArenaAllocator
+    ) -> None:
+        self.mover, self.client, self.arena = mover, mover_client, arena
 
     def memory(self, num_bytes: int = SIZE) -> MemoryObj:
         made = self.arena.allocate((num_bytes,), None)
@@ -106,12 +107,13 @@ class Setting:
 @pytest.fixture
 async def setting(tmp_path: Path) -> AsyncIterator[Setting]:
     mover = FakeMover(tmp_path / "socket")
-    mover_client = MoverClient(tmp_path / "socket", ATTACH)
+    arena = ArenaAllocator.anonymous(ARENA_BYTES)
+    mover_client = MoverClient(tmp_path / "socket", ATTACH, arena)
     mover_client.open()
     assert await mover.live() == ATTACH
-    made = Setting(mover, mover_client)
+    made = Setting(mover, mover_client, arena)
     async with asyncio.timeout(HANG_S):
-        while mover_client.attached is None:
+        while not mover_client.blob:
             await asyncio.sleep(0)
     yield made
     mover.die()
@@ -191,9 +193,7 @@ async def test_memory_that_may_be_given_up_is_bounded(setting: Setting) -> None:
     assert setting.client.given_up_bytes == 2 * half
 
 
-@pytest.mark.parametrize(
-    "report", [b"\xc1", b"\x93", Quiet(99), ATTACHED, Quiet(0)], ids=str
-)
+@pytest.mark.parametrize("report", [b"\xc1", b"\x93", Quiet(99), ATTACHED, Quiet(0)], ids=str)
 async def test_a_mover_that_talks_nonsense_is_ended(
     setting: Setting, report: Report | bytes
 ) -> None:
@@ -216,7 +216,7 @@ async def test_a_mover_that_does_not_listen_is_asked_no_more(setting: Setting) -
                 await setting.begin(setting.memory(1), 0.0)
             except UnavailableError as exc:
                 errors.add(str(exc))
-    assert setting.client.attached is None
+    assert not setting.client.blob
     setting.mover.die()
     await setting.freed()
 

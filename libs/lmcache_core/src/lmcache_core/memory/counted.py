@@ -133,6 +133,10 @@ class CountingAllocator(MemoryAllocatorInterface):
         """Bytes allocated, alignment included."""
         return self._room.used_bytes
 
+    def owns(self, memory: MemoryObj) -> bool:
+        """Return whether this memory is a part of this allocator's."""
+        return isinstance(memory, CountedMemoryObj) and memory._allocator is self
+
     def change_ref_count(self, meta: MemoryObjMetadata, by: int) -> None:
         """Add `by` to an object's references and free it at zero.
 

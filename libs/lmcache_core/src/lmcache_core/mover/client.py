@@ -17,6 +17,7 @@ import msgspec
 from lmcache_core.concurrency import TaskSupervisor
 from lmcache_core.errors import UnavailableError
 from lmcache_core.memory.base import MemoryObj
+from lmcache_core.memory.counted import CountingAllocator
 from lmcache_core.mover.messages import (
     MAX_PACKET_BYTES,
     Attach,
@@ -99,24 +100,27 @@ class MoverClient:
     Args:
         path: The mover's socket.
         arena: What the mover maps.
+        allocator: Divides it.
 
     Attributes:
         num_lives: How many movers there have been so far.
     """
 
-    def __init__(self, path: Path, arena: Attach) -> None:
+    def __init__(self, path: Path, arena: Attach, allocator: CountingAllocator) -> None:
         self._path = path
         self._arena = arena
+        self._allocator = allocator
+        self._num_loans = 0
         self._life: _Life | None = None
         self._ids = itertools.count(1)
         self._tasks = TaskSupervisor("mover")
         self.num_lives = 0
 
     @property
-    def attached(self) -> Attached | None:
-        """Return how peers reach the mover; None while there is none."""
+    def blob(self) -> bytes:
+        """Return how peers reach the mover; empty while there is none."""
         life = self._life
-        return None if life is None or life.is_ending else life.attached
+        return b"" if life is None or life.is_ending else life.attached.blob
 
     @property
     def given_up_bytes(self) -> int:
@@ -140,10 +144,21 @@ class MoverClient:
                     await life.ended.wait()
         await self._tasks.close()
 
-    def serve(self, is_on: bool) -> None:
-        """Say whether peers may be reading from the arena through this mover."""
-        if self._life is not None:
-            self._send(self._life, Serve(is_on))
+    def takes(self, memory: MemoryObj) -> bool:
+        """Return whether this memory is in the arena."""
+        return self._allocator.owns(memory)
+
+    def address_of(self, memory: MemoryObj) -> int | None:
+        """Return where movers of peers read this memory; None if they cannot."""
+        if self._life is None or not self.takes(memory):
+            return None
+        return self._life.attached.address + memory.metadata.address
+
+    def note_loans(self, change: int) -> None:
+        """So many chunks more, or fewer, are lent to peers: the mover attends to them."""
+        had_any, self._num_loans = self._num_loans > 0, self._num_loans + change
+        if self._life is not None and had_any != (self._num_loans > 0):
+            self._send(self._life, Serve(not had_any))
 
     async def read(self, blob: bytes, pieces: Sequence[Piece], timeout_s: float) -> None:
         """Fill memory from the mover of a peer. What has arrived is not verified.
@@ -224,6 +239,8 @@ class MoverClient:
             life = self._life = _Life(connection, attached)
             self.num_lives += 1
             logger.info("mover connected: path=%s", self._path)
+            if self._num_loans:
+                self._send(life, Serve(True))
             while (report := await self._next(connection)) is not None:
                 if not isinstance(report, Quiet) or report.id not in life.owned:
                     self._end(life)  # and wait until it is dead

@@ -14,15 +14,16 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 
 from lmcache_core.errors import AuthenticationError, ProtocolError, UnavailableError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.p2p.broker_client import BrokerClient
+from lmcache_core.p2p.by_mover import MoverPulls
 from lmcache_core.p2p.messages import MAX_COUNTED_PEERS, Assignment, HeldBy
 from lmcache_core.p2p.pool import PeerPool
-from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
+from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, release_all
 from lmcache_core.telemetry.sparse_log import SparseLog
 
 logger = logging.getLogger(__name__)
@@ -78,11 +79,16 @@ class PulledBytes(OrderedDict[str, int]):
 
 @dataclass(frozen=True, slots=True)
 class PullParts:
-    """State shared by all pulls of one instance."""
+    """State shared by all pulls of one instance.
+
+    Attributes:
+        mover: Another way to peers than lm://; None: there is none.
+    """
 
     instance: str
     broker: BrokerClient
     peers: PeerPool
+    mover: MoverPulls | None = None
     figures: PullFigures = field(default_factory=PullFigures)
     pulled: PulledBytes = field(default_factory=PulledBytes)
     log: SparseLog = field(default_factory=lambda: SparseLog(logger))
@@ -271,17 +277,33 @@ class PeerPull:
             share.note_arrival()  # a record has begun
             return self._allocate(num_bytes)
 
+        keys, peer = [self._keys[i] for i in places], share.assignment.instance
+        mover, found = self._parts.mover, cast("list[Result | None]", [None] * len(places))
         try:
             client = await self._parts.peers.client(share.assignment.distributed_url)
-            left_s = self._deadline - self._now()
-            return await client.get(
-                [self._keys[i] for i in places], allocate, ticket=share.ticket, timeout_s=left_s
-            )
+            if mover is not None and client.lends and mover.is_faster(peer):
+                found = await mover.get(peer, client, keys, allocate, share.ticket, self._deadline)
+            rest, began = [i for i, result in enumerate(found) if result is None], self._now()
+            if rest:
+                got = await client.get(
+                    [keys[i] for i in rest],
+                    allocate,
+                    ticket=share.ticket,
+                    timeout_s=self._deadline - began,
+                )
+                for i, result in zip(rest, got, strict=True):
+                    found[i] = result
+                if mover is not None:
+                    num_bytes = sum(each.num_bytes for each in got if isinstance(each, Chunk))
+                    mover.note(peer, False, num_bytes, self._now() - began)
         except (UnavailableError, AuthenticationError, ProtocolError) as exc:
             self._parts.log.log(
                 logging.WARNING, "pull failed: peer=%s error=%s", share.assignment.instance, exc
             )
-            return [Miss(MissReason.UNAVAILABLE)] * len(places)
+        except BaseException:
+            release_all(found)
+            raise
+        return [Miss(MissReason.UNAVAILABLE) if result is None else result for result in found]
 
     def _take(self, share: _Share, place: int, result: Result) -> None:
         figures = self._parts.figures

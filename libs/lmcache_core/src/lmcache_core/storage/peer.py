@@ -16,6 +16,7 @@ from lmcache_core.keys import ChunkKey
 from lmcache_core.lookup import LookupClient
 from lmcache_core.names import MEMORY_TIER, PEER_TIER
 from lmcache_core.p2p import Assignment, BrokerClient, HeldBy, parse_distributed_url
+from lmcache_core.p2p.by_mover import MoverPulls
 from lmcache_core.p2p.pool import PeerPool
 from lmcache_core.p2p.pull import PeerPull, PulledBytes, PullParts
 from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result
@@ -42,17 +43,23 @@ class P2PBackend(StorageBackend):
         lookup: Client that finds the holders of a chunk; opened and closed by its owner.
         broker: Client that assigns the peer to pull from; opened and closed by its owner.
         peers: Connections; closed with this tier.
+        mover: Another way to peers than lm://; closed with this tier.
     """
 
     name = PEER_TIER
 
     def __init__(
-        self, instance: str, lookup: LookupClient, broker: BrokerClient, peers: PeerPool
+        self,
+        instance: str,
+        lookup: LookupClient,
+        broker: BrokerClient,
+        peers: PeerPool,
+        mover: MoverPulls | None = None,
     ) -> None:
         self._instance = instance
         self._lookup = lookup
         self._peers = peers
-        self._parts = PullParts(instance, broker, peers)
+        self._parts = PullParts(instance, broker, peers, mover)
         self._broker = broker
         self._located: OrderedDict[
             ChunkKey, tuple[float, tuple[ChunkKey, ...], list[list[HeldBy]]]
@@ -72,6 +79,8 @@ class P2PBackend(StorageBackend):
     async def close(self) -> None:
         """Close the connections to peers."""
         await self._tasks.close(GOODBYE_S)
+        if self._parts.mover is not None:
+            await self._parts.mover.close()
         await self._peers.close()
 
     async def batched_contains(self, keys: Sequence[ChunkKey]) -> list[bool]:

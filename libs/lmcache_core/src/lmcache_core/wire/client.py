@@ -19,7 +19,7 @@ from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, relea
 from lmcache_core.security import ClientTls, ShownToken, token_text, why_silent
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.backoff import Backoff
-from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
+from lmcache_core.wire.capabilities import LEND, ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Arrival, Call, ClientConnection
 from lmcache_core.wire.failures import reaching
 from lmcache_core.wire.frames import FrameType
@@ -201,6 +201,34 @@ class LmClient:
             release_all(results)
             raise
         return [Miss(rest) if result is None else result for result in results], is_complete
+
+    @property
+    def lends(self) -> bool:
+        """Whether the server lends chunks to movers, as far as it was reached."""
+        return self._connection is not None and LEND in self._connection.capabilities
+
+    async def borrow(
+        self, keys: Sequence[ChunkKey], ticket: str | None, timeout_s: float | None = None
+    ) -> m.Lent:
+        """Ask a server that `lends` to keep chunks where they are until `give_back`.
+
+        Args:
+            keys: No more than one batch.
+        """
+        deadline = self._deadline(timeout_s)
+        connection = await self._connect(deadline)
+        question = partial(m.Lend, ticket=ticket)
+        lent = await self._ask(connection, keys, question, m.Lent, deadline)
+        if len(lent.items) != len(keys):
+            connection.abort()
+            raise ProtocolError(f"{self._name} did not answer with one item per key")
+        return lent
+
+    async def give_back(self, loans: Sequence[int]) -> None:
+        """End loans; those of an earlier connection have ended with it."""
+        deadline = self._deadline(None)
+        connection = await self._connect(deadline)
+        await self._ask(connection, (), lambda _: m.GiveBack(tuple(loans)), m.Pong, deadline)
 
     async def put(self, chunks: Sequence[Chunk], timeout_s: float | None = None) -> list[bool]:
         """Store chunks (borrowed), several concurrently. True: the server has the whole, verified

@@ -72,6 +72,9 @@ class FrameType(IntEnum):
     WATCH = 33
     CHANGES = 34
     EXPECT = 35
+    LEND = 36
+    LENT = 37
+    GIVE_BACK = 38
 
 
 _TYPES = MappingProxyType({int(kind): kind for kind in FrameType})

@@ -169,6 +169,7 @@ class HelloOk(Message, frozen=True):
         server: Name of the server: its instance id, or `ANY_SERVER`.
         max_batch: Largest number of keys in one request.
         arena: The arena for exchanging chunks, on a sidecar's socket.
+        capabilities: Names of what the server does beyond what every server does.
     """
 
     frame_type = FrameType.HELLO_OK
@@ -176,6 +177,7 @@ class HelloOk(Message, frozen=True):
     server: _Name
     max_batch: Annotated[int, Meta(ge=1, le=MAX_NAMES)]
     arena: ArenaInfo | None = None
+    capabilities: _Capabilities = []
 
 
 class Contains(StrictMessage, frozen=True):
@@ -218,6 +220,54 @@ class GetEnd(StrictMessage, frozen=True):
 
     frame_type = FrameType.GET_END
     misses: Annotated[list[tuple[_Index, _Name]], Meta(max_length=MAX_BATCH_KEYS)]
+
+
+class Lend(StrictMessage, frozen=True):
+    """Asks to keep chunks where they are, for the client's mover to read, until GIVE_BACK.
+    Answered by LENT. Capability `lend` of the server.
+
+    Attributes:
+        ticket: As in GET.
+    """
+
+    frame_type = FrameType.LEND
+    names: _NameRuns
+    ticket: Annotated[str, Meta(max_length=MAX_TICKET_CHARS)] | None
+
+
+class Loan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A chunk that is kept where it is.
+
+    Attributes:
+        id: Its id on this connection.
+        address: Where its payload lies in the memory of the server's mover.
+        head: The head of its record, which states the payload's length.
+    """
+
+    id: _Count
+    address: _Count
+    head: _Head
+
+
+class Lent(StrictMessage, frozen=True):
+    """Answers LEND.
+
+    Attributes:
+        mover: How movers reach the server's; empty: it has none at the moment.
+        items: For each chunk the loan, or why there is none: the reason of a miss, or "" if GET
+            has it.
+    """
+
+    frame_type = FrameType.LENT
+    mover: Annotated[bytes, Meta(max_length=64 << 10)]
+    items: Annotated[tuple[Loan | _Name, ...], Meta(max_length=MAX_BATCH_KEYS)]
+
+
+class GiveBack(StrictMessage, frozen=True):
+    """Ends loans. Answered by PONG."""
+
+    frame_type = FrameType.GIVE_BACK
+    loans: Annotated[tuple[_Count, ...], Meta(max_length=MAX_BATCH_KEYS)]
 
 
 class Put(StrictMessage, frozen=True):

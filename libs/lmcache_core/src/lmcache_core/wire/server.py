@@ -32,10 +32,11 @@ from lmcache_core.telemetry.request_context import Carried, working_for
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.telemetry.tracing import Tracer
 from lmcache_core.wire import messages
-from lmcache_core.wire.capabilities import Accepts
+from lmcache_core.wire.capabilities import LEND, Accepts
 from lmcache_core.wire.frames import WITH_RECORD, FrameHeader, FrameType
 from lmcache_core.wire.incoming import IncomingRecord, Received
 from lmcache_core.wire.listener import FrameListener
+from lmcache_core.wire.loans import Lender, Loans
 from lmcache_core.wire.messages import ANY_SERVER, ErrorCode, ErrorMessage, Message
 from lmcache_core.wire.requests import RequestReader
 from lmcache_core.wire.served import (
@@ -60,6 +61,8 @@ _REQUESTS = WITH_RECORD | {
     FrameType.REMOVE,
     FrameType.PING,
     FrameType.HELD,
+    FrameType.LEND,
+    FrameType.GIVE_BACK,
 }
 
 
@@ -76,6 +79,7 @@ class LmServer(FrameListener):
 
     Attributes:
         log: Logs what clients can cause arbitrarily often.
+        lender: Makes chunks readable for movers of clients; None: they get bytes alone.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class LmServer(FrameListener):
         self.name = name
         self.log = SparseLog(logger)
         self.tracer: Tracer | None = None
+        self.lender: Lender | None = None
         self._address = (host, port)
         super().__init__(
             "lm server",
@@ -143,6 +148,8 @@ class LmSession:
         self._arrived: dict[int, Received | Miss] = {}
         self._handovers: TakesHandovers | None = None
         self._handed_over = HandoverLog(self._limits.note_handovers, stream.peer())
+        lender = server.lender
+        self._loans = None if lender is None else Loans(lender, self._limits.transfer_s)
         self._caller: Principal | None = None
         self._token: str | None = None
         self._check_again_at = math.inf
@@ -170,6 +177,8 @@ class LmSession:
             for correlation_id in list(self._arrived):
                 self._drop_record(correlation_id)
             self._handed_over.flush()
+            if self._loans is not None:
+                self._loans.close()
             await self._stream.end()
 
     def drain(self) -> None:
@@ -202,7 +211,12 @@ class LmSession:
             self._store = server.store.for_client(Accepts.said_by(hello.capabilities))
         await self._send(
             header.correlation_id,
-            messages.HelloOk(version, server.name, self._limits.max_batch),
+            messages.HelloOk(
+                version,
+                server.name,
+                self._limits.max_batch,
+                capabilities=[] if self._loans is None else [LEND],
+            ),
         )
 
     def _require_place(self, owner: str) -> None:
@@ -349,6 +363,12 @@ class LmSession:
             case messages.Get():
                 keys = self._keys(message)
                 return await self._send_chunks(correlation_id, keys, message.prefix_only)
+            case messages.Lend():
+                return await self._lend(self._keys(message))
+            case messages.GiveBack():
+                if self._loans is not None:
+                    self._loans.take_back(message.loans)
+                return messages.Pong()
             case messages.Remove():
                 return messages.RemoveOk(await self._store.remove(self._keys(message)))
             case messages.Put():
@@ -429,15 +449,35 @@ class LmSession:
                 break
         return messages.GetEnd(misses)
 
+    async def _lend(self, keys: Sequence[ChunkKey]) -> messages.Lent:
+        lender = self._server.lender
+        blob = b"" if lender is None else lender.blob
+        if not blob or self._loans is None:
+            return messages.Lent(b"", ("",) * len(keys))
+        items: list[messages.Loan | str] = []
+        for begin in range(0, len(keys), self._limits.get_batch):
+            results = await self._store.get(keys[begin : begin + self._limits.get_batch])
+            try:
+                items += [
+                    result.reason.value
+                    if isinstance(result, Miss)
+                    else self._loans.lend(result) or ""
+                    for result in results
+                ]
+            finally:
+                release_all(results)
+        return messages.Lent(blob, tuple(items))
+
     def _keys(
-        self, message: messages.Contains | messages.Held | messages.Get | messages.Remove
+        self,
+        message: messages.Contains | messages.Held | messages.Get | messages.Lend | messages.Remove,
     ) -> list[ChunkKey]:
         tenant = self._tenant_for(message)
         return self._reader.lanes.keys(message.names, tenant, self._limits.max_batch)
 
     def _tenant_for(self, message: Message) -> str:
         """Return the tenant of a request, and count it against the caller's rate. A ticket counts
-        only on a connection without a token, and only for GET.
+        only on a connection without a token, and only for GET and LEND.
         """
         if isinstance(message, messages.Held) and self._handovers is None:
             raise AuthenticationError(_refused("HELD"))
@@ -452,12 +492,13 @@ class LmSession:
 
     def _tenant_by_ticket(self, message: Message) -> str:
         verify = self._server.verify_ticket
-        if verify is None or not isinstance(message, messages.Get) or message.ticket is None:
+        shown = message.ticket if isinstance(message, messages.Get | messages.Lend) else None
+        if verify is None or shown is None:
             raise AuthenticationError(
                 f"{message.frame_type.name} needs a token, or where tickets are taken GET with a"
                 " ticket"
             )
-        ticket = verify(message.ticket)
+        ticket = verify(shown)
         if ticket.requester != self._client:
             raise AuthenticationError("the ticket is for another requester")
         return ticket.tenant
