@@ -90,7 +90,9 @@ def behind_sidecar(directory: Path) -> Iterator[Open]:
     shelf = Shelf()
     with running_socket(directory, ARENA_BYTES, lower=[shelf]) as running:
         store = SidecarChunkStore(running.path, HELLO, PATIENCE_S, Counters())
-        with mock.patch.object(client_connection, "QUICK_S", UNHURRIED_S):
+        with mock.patch.multiple(
+            client_connection, QUICK_S=UNHURRIED_S, SEND_TIMEOUT_S=UNHURRIED_S
+        ):
             store.open(lambda salt: None)
             try:
                 yield Open(store, running.hot, shelf)

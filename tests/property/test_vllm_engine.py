@@ -236,7 +236,8 @@ class _Sidecar(EngineMachine):
 
     def open_store(self, room: str) -> dict[str, Any]:
         # A busy machine must not make the sidecar late, which is then not asked.
-        self.exits.enter_context(mock.patch.object(client_connection, "QUICK_S", UNHURRIED_S))
+        for name in ("QUICK_S", "SEND_TIMEOUT_S"):
+            self.exits.enter_context(mock.patch.object(client_connection, name, UNHURRIED_S))
         self.room = room
         self.path = self.directory / "s.sock"
         self.num_starts = 0

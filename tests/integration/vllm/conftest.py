@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
+from lmcache_core.sidecar import connection as client_connection
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
@@ -15,6 +17,7 @@ from tests.fixtures.processes import Processes
 from tests.fixtures.vllm_engine.worlds import make_model
 
 ROOT = Path(__file__).resolve().parents[3]
+HANG_S = 60.0
 
 
 @pytest.fixture
@@ -41,7 +44,11 @@ def model(tmp_path: Path) -> Path:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """One for all tests that leave it alive; each has a model of its own there."""
     directory = tmp_path_factory.mktemp("shared")
-    with Processes(directory, quiet_environment(PYTHONPATH=str(ROOT))) as owner:
+    with (
+        Processes(directory, quiet_environment(PYTHONPATH=str(ROOT))) as owner,
+        # A thread that is not scheduled may hold the connection for long on a busy machine.
+        mock.patch.object(client_connection, "SEND_TIMEOUT_S", HANG_S),
+    ):
         yield start_sidecar(owner, directory)
 
 
