@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
 import pytest
-from lmcache_core.sidecar import connection as client_connection
 from lmcache_demo.settings import quiet_environment
 
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
 from tests.fixtures.neighbourhood import Sidecar, start_sidecar
 from tests.fixtures.processes import Processes
+from tests.fixtures.sidecar import unhurried_clients
 from tests.fixtures.vllm_engine.worlds import make_model
 
 ROOT = Path(__file__).resolve().parents[3]
-HANG_S = 60.0
 
 
 @pytest.fixture
@@ -46,8 +44,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     directory = tmp_path_factory.mktemp("shared")
     with (
         Processes(directory, quiet_environment(PYTHONPATH=str(ROOT))) as owner,
-        # A thread that is not scheduled may hold the connection for long on a busy machine.
-        mock.patch.object(client_connection, "SEND_TIMEOUT_S", HANG_S),
+        unhurried_clients(),
     ):
         yield start_sidecar(owner, directory)
 
