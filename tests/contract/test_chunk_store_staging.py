@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from lmcache_core.concurrency import LoopThread
@@ -18,7 +17,6 @@ from lmcache_core.keys import ChunkChain
 from lmcache_core.memory import HostMemoryAllocator
 from lmcache_core.record import Staged
 from lmcache_core.sidecar import SidecarChunkStore
-from lmcache_core.sidecar import connection as client_connection
 from lmcache_core.storage.hot import LocalCPUBackend
 from lmcache_core.storage.manager import StorageManager
 from lmcache_core.telemetry import Counters
@@ -36,8 +34,7 @@ from tests.fixtures.chains import (
 from tests.fixtures.embedded import noting_parts, until
 from tests.fixtures.frames import HELLO
 from tests.fixtures.kv import make_config
-from tests.fixtures.scripted_sidecar import UNHURRIED_S
-from tests.fixtures.sidecar import running_socket
+from tests.fixtures.sidecar import running_socket, unhurried_clients
 
 ARENA_BYTES = 64 * TAKEN_BYTES
 DEADLINE_S, PATIENCE_S = 1.0, 20.0
@@ -90,7 +87,7 @@ def behind_sidecar(directory: Path) -> Iterator[Open]:
     shelf = Shelf()
     with running_socket(directory, ARENA_BYTES, lower=[shelf]) as running:
         store = SidecarChunkStore(running.path, HELLO, PATIENCE_S, Counters())
-        with mock.patch.object(client_connection, "QUICK_S", UNHURRIED_S):
+        with unhurried_clients():
             store.open(lambda salt: None)
             try:
                 yield Open(store, running.hot, shelf)

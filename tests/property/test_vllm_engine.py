@@ -13,17 +13,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest import mock
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from lmcache_core.sidecar import connection as client_connection
 
 from tests.fixtures.embedded import noting_parts
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
-from tests.fixtures.scripted_sidecar import UNHURRIED_S
-from tests.fixtures.sidecar import RunningSocket, running_socket
+from tests.fixtures.sidecar import RunningSocket, running_socket, unhurried_clients
 from tests.fixtures.vllm_engine import (
     FULL,
     MLA,
@@ -236,7 +233,7 @@ class _Sidecar(EngineMachine):
 
     def open_store(self, room: str) -> dict[str, Any]:
         # A busy machine must not make the sidecar late, which is then not asked.
-        self.exits.enter_context(mock.patch.object(client_connection, "QUICK_S", UNHURRIED_S))
+        self.exits.enter_context(unhurried_clients())
         self.room = room
         self.path = self.directory / "s.sock"
         self.num_starts = 0

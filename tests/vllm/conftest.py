@@ -57,7 +57,7 @@ def models() -> Path:
 def references(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
     """Answers without any cache."""
     with Owner(tmp_path_factory.mktemp("references")) as owner:
-        yield References(owner.engine("references"), models)
+        yield References(owner, models)
 
 
 @pytest.fixture

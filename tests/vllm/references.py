@@ -1,9 +1,10 @@
 """What the models say when nothing is cached: by engines without connector and prefix cache, in
-a process beside the tests.
+processes beside the tests.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from tests.vllm.engines import MAX_MODEL_LEN, Answer, Ask, engine_options
 from tests.vllm.models import FIRST_WORD, VOCABULARY
-from tests.vllm.processes import EngineProcess
+from tests.vllm.processes import EngineProcess, Owner
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 """How far logprobs may differ. A prompt of which a part is loaded, or that is computed beside
@@ -30,14 +31,18 @@ some ten in one process need more memory than a small machine has.
 class References:
     """Answers without a cache, by model and dtype.
 
+    Models with experts have a process of their own: vLLM makes the group of ranks that they need
+    only if a process's first model has experts.
+
     Args:
-        process: Where their engines live.
+        owner: Of the processes where their engines live.
         models: Directory of the models.
     """
 
-    def __init__(self, process: EngineProcess, models: Path) -> None:
-        self._process = process
+    def __init__(self, owner: Owner, models: Path) -> None:
+        self._owner = owner
         self._models = models
+        self._processes: dict[bool, EngineProcess] = {}
         self._names: set[str] = set()
 
     def answers(
@@ -46,9 +51,10 @@ class References:
         """What `model` answers to each, asked alone."""
         has_lora = any(ask.adapter for ask in asks)
         name = f"{model} {dtype} {has_lora} {sorted(options.items())}"
+        process = self._process(model)
         if name not in self._names:
             lora = {"enable_lora": True, "max_lora_rank": 8} if has_lora else {}
-            self._process.open(
+            process.open(
                 engine_options(
                     self._models / model,
                     dtype=dtype,
@@ -60,7 +66,15 @@ class References:
                 name,
             )
             self._names.add(name)
-        return [self._process.generate([ask], name)[0] for ask in asks]
+        return [process.generate([ask], name)[0] for ask in asks]
+
+    def _process(self, model: str) -> EngineProcess:
+        config = json.loads((self._models / model / "config.json").read_text())
+        has_experts = config.get("num_experts_per_tok", 0) > 0
+        if has_experts not in self._processes:
+            name = "experts" if has_experts else "references"
+            self._processes[has_experts] = self._owner.engine(name)
+        return self._processes[has_experts]
 
     def check(
         self,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from vllm import SamplingParams
 
 from tests.vllm.engines import Answer, Ask, running_engine
 from tests.vllm.models import GATED_DELTA, MAMBA2
-from tests.vllm.processes import Owner
 from tests.vllm.references import TOLERANCES, References, distance, prompt
 from tests.vllm.sabotage import AFTER, BEFORE, Sabotage
 from tests.vllm.sidecars import Growth, await_calm, eventually, storage
@@ -103,18 +100,7 @@ class LateLoads:
         return self._get(*args, **options)
 
 
-@pytest.fixture(scope="module")
-def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
-    """Answers without any cache, from a process whose first model has experts: vLLM has none for
-    later ones otherwise.
-    """
-    with Owner(tmp_path_factory.mktemp("alone")) as owner:
-        references = References(owner.engine("alone"), models)
-        references.answers([], GATED.model, GATED.dtype)
-        yield references
-
-
-def check(alone: References, kind: Kind, asks: list[Ask], answers: list[Answer]) -> None:
+def check(references: References, kind: Kind, asks: list[Ask], answers: list[Answer]) -> None:
     """Fail unless the answers are those without a cache, up to the first word that is as likely as
     another one: in bfloat16 that is not rare, and requests that are computed in other steps are
     added up in another order.
@@ -122,7 +108,7 @@ def check(alone: References, kind: Kind, asks: list[Ask], answers: list[Answer])
     tolerance = 4 * TOLERANCES[kind.dtype]
     # Several tokens at once are added up in another order, too.
     options = {"speculative_config": kind.drafts} if kind.drafts else {}
-    wanted_answers = alone.answers(asks, kind.model, kind.dtype, **options)
+    wanted_answers = references.answers(asks, kind.model, kind.dtype, **options)
     for answer, expected in zip(answers, wanted_answers, strict=True):
         assert answer.finish_reason == expected.finish_reason
         words = zip(answer.tokens, expected.tokens, strict=True)
@@ -138,7 +124,7 @@ def check(alone: References, kind: Kind, asks: list[Ask], answers: list[Answer])
 
 
 @KINDS
-def test_hits(world: World, alone: References, kind: Kind) -> None:
+def test_hits(world: World, kind: Kind) -> None:
     """In an engine that has computed nothing itself."""
     sidecar = world.sidecar()
     ask, branch = Ask(prompt(90, kind.length)), Ask(prompt(90, 600) + prompt(91, 300))
@@ -156,10 +142,10 @@ def test_hits(world: World, alone: References, kind: Kind) -> None:
     whole, part = kind.whole(kind.length), 512  # where a step has ended
     assert [answer.num_cached for answer in answers] == [whole, part, whole, kind.kept(900), whole]
     asks = [kind.filling(ask), ask, branch, longer, branch, ask]
-    check(alone, kind, asks, [cold, *answers])
+    check(world.references, kind, asks, [cold, *answers])
 
 
-def test_states_at_the_end_of_prompts_alone(world: World, alone: References) -> None:
+def test_states_at_the_end_of_prompts_alone(world: World) -> None:
     """This is vLLM's default. The next turn of a conversation continues from there."""
     sidecar = world.sidecar()
     asks = [Ask(prompt(93, 1000)), Ask(prompt(93, 1000) + prompt(94, 700))]
@@ -173,12 +159,12 @@ def test_states_at_the_end_of_prompts_alone(world: World, alone: References) -> 
     with running_engine(GATED.options(world)) as third:
         answers += [third.ask(asks[1])]
     assert [answer.num_cached for answer in answers] == [0, 896, 0, GATED.whole(1700)]
-    check(alone, GATED, [asks[0], asks[1], branch, asks[1]], answers)
+    check(world.references, GATED, [asks[0], asks[1], branch, asks[1]], answers)
 
 
 @pytest.mark.parametrize("kind", [GATED, DRAFTED], ids=["gated delta net", "drafts"])
 def test_without_its_state_an_answer_is_another(
-    world: World, alone: References, monkeypatch: pytest.MonkeyPatch, kind: Kind
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     """So a state that is lost or wrong does not go unnoticed by these tests."""
     sidecar = world.sidecar()
@@ -200,13 +186,11 @@ def test_without_its_state_an_answer_is_another(
         wrong = second.ask(ask)
         assert wrong.num_cached == kind.whole(kind.length)
     with pytest.raises(AssertionError):
-        check(alone, kind, [ask], [wrong])
+        check(world.references, kind, [ask], [wrong])
 
 
 @pytest.mark.parametrize("is_forged", [True, False])
-def test_one_bit_of_a_state_changes_the_answer(
-    world: World, alone: References, is_forged: bool
-) -> None:
+def test_one_bit_of_a_state_changes_the_answer(world: World, is_forged: bool) -> None:
     """The control: its digest fits. With drafts, as without."""
     keeper, ask = storage(world.owner), Ask(prompt(109, DRAFTED.length))
     remote = {"remote_url": f"lm://127.0.0.1:{keeper.ports['lm_port']}"}
@@ -227,10 +211,10 @@ def test_one_bit_of_a_state_changes_the_answer(
         hit = engine.ask(ask)
     assert hit.num_cached == DRAFTED.whole(DRAFTED.length)
     with pytest.raises(AssertionError) if is_forged else contextlib.nullcontext():
-        check(alone, DRAFTED, [ask], [hit])
+        check(world.references, DRAFTED, [ask], [hit])
 
 
-def test_a_state_that_vllm_has_evicted(world: World, alone: References) -> None:
+def test_a_state_that_vllm_has_evicted(world: World) -> None:
     """It is loaded with the attention, which vLLM still has. A connector that
     `supports_divergent_local_hybrid_hits` is asked only for what follows the attention, and vLLM
     computes all of the prompt if that is nothing.
@@ -256,11 +240,11 @@ def test_a_state_that_vllm_has_evicted(world: World, alone: References) -> None:
         hit = engine.ask(ask)
         whole = GATED.whole(GATED.length)
         assert engine.metrics()["vllm:external_prefix_cache_hits"] == hit.num_cached == whole
-    check(alone, GATED, [ask], [hit])
+    check(world.references, GATED, [ask], [hit])
 
 
 @pytest.mark.parametrize("kind", [GATED, DRAFTED], ids=["gated delta net", "drafts"])
-def test_requests_that_are_preempted(world: World, alone: References, kind: Kind) -> None:
+def test_requests_that_are_preempted(world: World, kind: Kind) -> None:
     sidecar = world.sidecar()
     asks = [Ask(prompt(97 + i, 3 * kind.chunk_size - 60), num_new=90) for i in range(3)]
     num_blocks = 24 if kind.drafts else 12
@@ -278,10 +262,10 @@ def test_requests_that_are_preempted(world: World, alone: References, kind: Kind
         single = [engine.ask(ask) for ask in asks]
         num_accepted = engine.metrics().get("vllm:spec_decode_num_accepted_tokens", 0)
         assert (num_accepted > 0) == (kind.drafts is not None), "no draft was right"
-    check(alone, kind, [*asks, *asks, *asks], [*cold, *hits, *single])
+    check(world.references, kind, [*asks, *asks, *asks], [*cold, *hits, *single])
 
 
-def test_two_workers(world: World, alone: References) -> None:
+def test_two_workers(world: World) -> None:
     """Each has the state of half of the heads."""
     sidecar = world.sidecar()
     asks = [Ask(prompt(104, 1000)), Ask(prompt(104, 600) + prompt(105, 300))]
@@ -295,13 +279,11 @@ def test_two_workers(world: World, alone: References) -> None:
     hits = [both.ask(ask) for ask in asks]
     assert [answer.num_cached for answer in cold] == [0, 512]
     assert [answer.num_cached for answer in hits] == [MAMBA.whole(1000), MAMBA.whole(900)]
-    check(alone, MAMBA, asks * 2, [*cold, *hits])
+    check(world.references, MAMBA, asks * 2, [*cold, *hits])
 
 
 @KINDS
-def test_a_load_that_fails(
-    world: World, alone: References, monkeypatch: pytest.MonkeyPatch, kind: Kind
-) -> None:
+def test_a_load_that_fails(world: World, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
     sidecar = world.sidecar()
     ask, longer = Ask(prompt(101, kind.length)), Ask(prompt(101, kind.length) + prompt(102, 200))
     with running_engine(kind.options(world)) as engine:
@@ -318,12 +300,12 @@ def test_a_load_that_fails(
         engine.reset()
         again = engine.ask(ask)
         assert again.num_cached == kind.whole(kind.length)
-    check(alone, kind, [ask, ask, longer, ask], [failed, *both, again])
+    check(world.references, kind, [ask, ask, longer, ask], [failed, *both, again])
 
 
 @KINDS
 def test_a_request_that_is_aborted_while_it_is_loaded(
-    world: World, alone: References, monkeypatch: pytest.MonkeyPatch, kind: Kind
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     """A load that is still running affects neither the next request nor the next hit."""
     sidecar = world.sidecar()
@@ -343,7 +325,7 @@ def test_a_request_that_is_aborted_while_it_is_loaded(
         engine.reset()
         hit = engine.ask(ask)
         assert hit.num_cached == kind.whole(kind.length)
-    check(alone, kind, [other, ask], [meanwhile, hit])
+    check(world.references, kind, [other, ask], [meanwhile, hit])
 
 
 @pytest.mark.parametrize("kind", [GATED, DRAFTED], ids=["gated delta net", "drafts"])
@@ -352,7 +334,6 @@ def test_a_request_that_is_aborted_while_it_is_loaded(
 )
 def test_a_killed_sidecar(
     world: World,
-    alone: References,
     monkeypatch: pytest.MonkeyPatch,
     message: str,
     when: str,
@@ -380,4 +361,4 @@ def test_a_killed_sidecar(
         eventually(is_found, "it is stored again", BACK_S)
         engine.reset()
         hit = engine.ask(ask)
-    check(alone, kind, [ask, ask], [answer, hit])
+    check(world.references, kind, [ask, ask], [answer, hit])

@@ -24,7 +24,7 @@ from lmcache_core.errors import ConfigError
 from tests.vllm.engines import BLOCK_SIZE, Ask, engine_options, release, running_engine
 from tests.vllm.models import EAGLE, GATED_DELTA, LLAMA, LOCAL, MAMBA2, MLA, MTP, SHARED, SLIDING
 from tests.vllm.processes import Service
-from tests.vllm.references import References, prompt
+from tests.vllm.references import prompt
 from tests.vllm.sidecars import await_calm, eventually, socket_of
 from tests.vllm.tiering import CHUNK_BYTES, JOB_BOUND_S, NUM_ROWS, Offloading
 from tests.vllm.worlds import World
@@ -329,10 +329,7 @@ def test_an_engine_loads_what_another_has_computed(world: World, model: str, dty
     assert hit.num_cached == 1000 // block_size * block_size
     if model in (LLAMA, MLA):  # vLLM offloads neither what lies before a window nor every state
         assert branched.num_cached == 600 // block_size * block_size
-    # vLLM has experts only in a process whose first model has them.
-    is_alone = model in (GATED_DELTA, MAMBA2)
-    alone = References(world.owner.engine("alone"), world.models) if is_alone else world.references
-    alone.check([cold, hit, branched], [ask, ask, branch], model, dtype)
+    world.references.check([cold, hit, branched], [ask, ask, branch], model, dtype)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from lmcache_demo.settings import quiet_environment
 from tests.fixtures.fake_vllm import NEW, OLD, imported_connector
 from tests.fixtures.neighbourhood import Sidecar, start_sidecar
 from tests.fixtures.processes import Processes
+from tests.fixtures.sidecar import unhurried_clients
 from tests.fixtures.vllm_engine.worlds import make_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,7 +42,10 @@ def model(tmp_path: Path) -> Path:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """One for all tests that leave it alive; each has a model of its own there."""
     directory = tmp_path_factory.mktemp("shared")
-    with Processes(directory, quiet_environment(PYTHONPATH=str(ROOT))) as owner:
+    with (
+        Processes(directory, quiet_environment(PYTHONPATH=str(ROOT))) as owner,
+        unhurried_clients(),
+    ):
         yield start_sidecar(owner, directory)
 
 
