@@ -218,7 +218,7 @@ def test_frames_from_the_specification(case: dict[str, Any]) -> None:
         "Remove", "RemoveOk", "Ping", "Pong", "ErrorMessage", "HandoverChunk", "Context", "Held",
         "DeclareLane", "ReserveExtents", "Extents", "Commit", "LoadExtents", "Stage", "Promise",
         "DoneWith", "Ok", "Reject", "Describe", "Lookup", "Stats", "StatsOk", "Prefetch",
-        "Watch", "Changes", "Expect",
+        "Watch", "Changes", "Expect", "Lend", "Lent", "GiveBack",
     )  # fmt: skip
     name, *fields = case["message"]
     blob = bytes.fromhex(case["blob"])

@@ -180,6 +180,12 @@ FRAMES: list[dict[str, Any]] = [
     {"id": 12, "message": ["Watch", 77, 5]},
     {"id": 12, "message": ["Changes", 77, 6, True, {"hex": "c4" * 32}]},
     {"id": 13, "message": ["Expect", "t", [[0, {"hex": "c4" * 64}]], True, 1000, 5000, "pod-7"]},
+    {"id": 14, "message": ["Lend", [[0, {"hex": "c4" * 64}]], "v1.payload.code"]},
+    {
+        "id": 14,
+        "message": ["Lent", {"hex": "00ff10"}, [[3, 1 << 40, {"hex": "4c4d4b56"}], "", "evicted"]],
+    },
+    {"id": 15, "message": ["GiveBack", [3, 4]]},
 ]
 
 

@@ -71,9 +71,7 @@ class FakeMover:
 class Setting:
     """A client and its mover, attached; the arena."""
 
-    def __init__(
-        self, mover: FakeMover, mover_client: MoverClient, arena: ArenaAllocator
-    ) -> None:
+    def __init__(self, mover: FakeMover, mover_client: MoverClient, arena: ArenaAllocator) -> None:
         self.mover, self.client, self.arena = mover, mover_client, arena
 
     def memory(self, num_bytes: int = SIZE) -> MemoryObj:

@@ -111,7 +111,10 @@ class MoverPulls:
         lent = await client.borrow(keys, ticket, deadline - began)
         loans = [item.id for item in lent.items if isinstance(item, Loan)]
         try:
-            results = await self._read(lent, keys, allocate, deadline)
+            if not lent.mover:
+                raise UnavailableError("the peer has no mover at the moment")
+            # The other half of the time is for GET, if this fails.
+            results = await self._read(lent, keys, allocate, (began + deadline) / 2)
         except UnavailableError:
             self._ways_to(peer).rests_until = self._clock() + REST_S
             return [None] * len(keys)

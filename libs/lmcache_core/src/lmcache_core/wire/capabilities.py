@@ -16,8 +16,6 @@ CHUNK_BYTES_PREFIX = "chunk_bytes:"
 sidecar reads no larger record from a slower tier for it.
 """
 MAX_CHUNK_BYTES_DIGITS = 15
-LEND = "lend"
-"""Of a server: its chunks can be lent to movers."""
 ROLE_PREFIX = "role:"
 """Before vLLM's `kv_role` of the engine, for status pages."""
 

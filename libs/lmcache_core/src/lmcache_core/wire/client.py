@@ -19,7 +19,7 @@ from lmcache_core.record import Allocate, Chunk, Miss, MissReason, Result, relea
 from lmcache_core.security import ClientTls, ShownToken, token_text, why_silent
 from lmcache_core.wire import messages as m
 from lmcache_core.wire.backoff import Backoff
-from lmcache_core.wire.capabilities import LEND, ONLY_LOSSLESS, Accepts
+from lmcache_core.wire.capabilities import ONLY_LOSSLESS, Accepts
 from lmcache_core.wire.connection import Arrival, Call, ClientConnection
 from lmcache_core.wire.failures import reaching
 from lmcache_core.wire.frames import FrameType
@@ -204,8 +204,8 @@ class LmClient:
 
     @property
     def lends(self) -> bool:
-        """Whether the server lends chunks to movers, as far as it was reached."""
-        return self._connection is not None and LEND in self._connection.capabilities
+        """Whether the server understands `borrow`, as far as it was reached."""
+        return self._connection is not None and self._connection.version >= m.VERSION_LEND
 
     async def borrow(
         self, keys: Sequence[ChunkKey], ticket: str | None, timeout_s: float | None = None

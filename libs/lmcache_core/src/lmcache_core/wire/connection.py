@@ -99,7 +99,7 @@ class ClientConnection:
 
     Attributes:
         max_batch: Largest number of keys in one request.
-        capabilities: What the server does beyond what every server does.
+        version: Of the protocol, that of the older one of the two.
     """
 
     def __init__(self, stream: FrameStream, name: str) -> None:
@@ -114,7 +114,7 @@ class ClientConnection:
         self._reader: asyncio.Task[None] | None = None
         self.max_batch = 1
         self.server = ""
-        self.capabilities: Sequence[str] = ()
+        self.version = m.VERSION_MIN
 
     @property
     def is_open(self) -> bool:
@@ -144,7 +144,7 @@ class ClientConnection:
         check_version(self._name, hello, answer)
         self.max_batch = min(answer.max_batch, m.MAX_BATCH_KEYS)
         self.server = answer.server
-        self.capabilities = answer.capabilities
+        self.version = answer.version
         self._reader = asyncio.create_task(self._read_frames(), name=f"lm-client/{self._name}")
 
     @asynccontextmanager

@@ -33,7 +33,9 @@ from lmcache_core.telemetry.request_context import MAX_REQUEST_ID_CHARS, MAX_TRA
 from lmcache_core.wire.frames import FrameHeader, FrameType, build_header
 
 VERSION_MIN = 1
-VERSION_MAX = 1
+VERSION_MAX = 2
+VERSION_LEND = 2
+"""The first one with LEND and GIVE_BACK."""
 MAX_BATCH_KEYS = 128
 MAX_LANES = 256
 """Lanes per connection; keys of further lanes are spelled out in full."""
@@ -169,7 +171,6 @@ class HelloOk(Message, frozen=True):
         server: Name of the server: its instance id, or `ANY_SERVER`.
         max_batch: Largest number of keys in one request.
         arena: The arena for exchanging chunks, on a sidecar's socket.
-        capabilities: Names of what the server does beyond what every server does.
     """
 
     frame_type = FrameType.HELLO_OK
@@ -177,7 +178,6 @@ class HelloOk(Message, frozen=True):
     server: _Name
     max_batch: Annotated[int, Meta(ge=1, le=MAX_NAMES)]
     arena: ArenaInfo | None = None
-    capabilities: _Capabilities = []
 
 
 class Contains(StrictMessage, frozen=True):
@@ -224,7 +224,7 @@ class GetEnd(StrictMessage, frozen=True):
 
 class Lend(StrictMessage, frozen=True):
     """Asks to keep chunks where they are, for the client's mover to read, until GIVE_BACK.
-    Answered by LENT. Capability `lend` of the server.
+    Answered by LENT.
 
     Attributes:
         ticket: As in GET.

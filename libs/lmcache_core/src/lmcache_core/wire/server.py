@@ -32,7 +32,7 @@ from lmcache_core.telemetry.request_context import Carried, working_for
 from lmcache_core.telemetry.sparse_log import SparseLog
 from lmcache_core.telemetry.tracing import Tracer
 from lmcache_core.wire import messages
-from lmcache_core.wire.capabilities import LEND, Accepts
+from lmcache_core.wire.capabilities import Accepts
 from lmcache_core.wire.frames import WITH_RECORD, FrameHeader, FrameType
 from lmcache_core.wire.incoming import IncomingRecord, Received
 from lmcache_core.wire.listener import FrameListener
@@ -211,12 +211,7 @@ class LmSession:
             self._store = server.store.for_client(Accepts.said_by(hello.capabilities))
         await self._send(
             header.correlation_id,
-            messages.HelloOk(
-                version,
-                server.name,
-                self._limits.max_batch,
-                capabilities=[] if self._loans is None else [LEND],
-            ),
+            messages.HelloOk(version, server.name, self._limits.max_batch),
         )
 
     def _require_place(self, owner: str) -> None:
