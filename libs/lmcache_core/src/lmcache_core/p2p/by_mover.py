@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,6 +34,8 @@ NEW_SHARE: Final = 0.3
 TRIED_EVERY: Final = 16
 """One read in this many goes the slower way, which may have become the faster one."""
 MAX_PEERS: Final = 256
+TIME_SHARE: Final = 0.25
+"""Part of a read's time after which GET takes over, before the peer as a whole is given up."""
 REST_S: Final = 10.0
 """How long the mover is not used for a peer after it has failed there."""
 
@@ -53,25 +55,21 @@ class MoverPulls:
 
     Args:
         tier: Name of the tier that chunks are attributed to.
-        clock: Seconds, monotonic.
     """
 
-    def __init__(
-        self, mover: MoverClient, tier: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, mover: MoverClient, tier: str) -> None:
         self._mover = mover
         self._tier = tier
-        self._clock = clock
         self._ways: OrderedDict[str, _Ways] = OrderedDict()
         self._tasks = TaskSupervisor("loans", MAX_GIVING_BACK)
 
     def is_faster(self, peer: str) -> bool:
         """Return whether to read from a peer through the mover now."""
         ways = self._ways_to(peer)
-        if not self._mover.blob or self._clock() < ways.rests_until:
+        if not self._mover.blob or time.monotonic() < ways.rests_until:
             return False
         ways.num_asked += 1
-        is_faster = ways.by_mover >= ways.by_lm
+        is_faster = not ways.by_mover or ways.by_mover >= ways.by_lm
         return is_faster != (ways.num_asked % TRIED_EVERY == 0)
 
     def note(self, peer: str, by_mover: bool, num_bytes: int, elapsed_s: float) -> None:
@@ -113,10 +111,11 @@ class MoverPulls:
         try:
             if not lent.mover:
                 raise UnavailableError("the peer has no mover at the moment")
-            # The other half of the time is for GET, if this fails.
-            results = await self._read(lent, keys, allocate, (began + deadline) / 2)
+            results = await self._read(
+                lent, keys, allocate, began + TIME_SHARE * (deadline - began)
+            )
         except UnavailableError:
-            self._ways_to(peer).rests_until = self._clock() + REST_S
+            self._ways_to(peer).rests_until = time.monotonic() + REST_S
             return [None] * len(keys)
         finally:
             if loans:
