@@ -74,6 +74,9 @@ TIER_EVENTS: Final = (
     "failed_over_chunks",
     "pulled_chunks",
     "pulled_bytes",
+    "mover_chunks",
+    "failed_mover_reads",
+    "mover_starts",
     "refused_encodings",
 )
 

@@ -62,6 +62,15 @@ class MoverPulls:
         self._tier = tier
         self._ways: OrderedDict[str, _Ways] = OrderedDict()
         self._tasks = TaskSupervisor("loans", MAX_GIVING_BACK)
+        self._num_chunks = self._num_failed = 0
+
+    def stats(self) -> dict[str, int]:
+        """Return how often it went well, and not."""
+        return {
+            "mover_chunks": self._num_chunks,
+            "failed_mover_reads": self._num_failed,
+            "mover_starts": self._mover.num_lives,
+        }
 
     def is_faster(self, peer: str) -> bool:
         """Return whether to read from a peer through the mover now."""
@@ -115,13 +124,15 @@ class MoverPulls:
                 lent, keys, allocate, began + TIME_SHARE * (deadline - began)
             )
         except UnavailableError:
+            self._num_failed += 1
             self._ways_to(peer).rests_until = time.monotonic() + REST_S
             return [None] * len(keys)
         finally:
             if loans:
                 self._tasks.start("give-back", _give_back(client, loans))
-        num_bytes = sum(each.num_bytes for each in results if isinstance(each, Chunk))
-        self.note(peer, True, num_bytes, now() - began)
+        chunks = [each for each in results if isinstance(each, Chunk)]
+        self._num_chunks += len(chunks)
+        self.note(peer, True, sum(chunk.num_bytes for chunk in chunks), now() - began)
         return results
 
     async def close(self) -> None:

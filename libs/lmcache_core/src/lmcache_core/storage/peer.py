@@ -129,11 +129,13 @@ class P2PBackend(StorageBackend):
 
     def stats(self) -> dict[str, int]:
         """Return figures of the pulls so far."""
+        mover = self._parts.mover
         return {
             "num_chunks": 0,
             "used_bytes": 0,
             "capacity_bytes": 0,
             **asdict(self._parts.figures),
+            **({} if mover is None else mover.stats()),
         }
 
     async def _report_done(self, pulls: Sequence[str]) -> None:
