@@ -311,10 +311,10 @@ $(SGLANG_HOME)/$(SGLANG)/.ready: tests/sglang/requirements.txt | $(VENV)/.tools 
 	@mv $(@D).part $(@D)
 	@touch $@
 
-$(TRANSPORTS_HOME)/.ready: tests/transports/requirements.txt | $(VENV)/.tools
+$(TRANSPORTS_HOME)/.ready: constraints.txt | $(VENV)/.tools
 	@echo "Installing NIXL"
 	@rm -rf $(TRANSPORTS_HOME)
-	@$(BIN)/python -m pip install $(PIP_OPTIONS) --no-deps --target $(TRANSPORTS_HOME) -r $<
+	@$(BIN)/python -m pip install $(PIP_OPTIONS) --no-deps --target $(TRANSPORTS_HOME) nixl-cu12
 	@touch $@
 
 # LMCache too has an environment of its own: what it is served by must owe nothing to what it brings. `--no-deps` as for vLLM.

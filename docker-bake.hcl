@@ -26,7 +26,7 @@ variable "REVISION" {
 }
 
 variable "IMAGES" {
-  default = ["storage", "lookup", "broker", "sidecar", "sidecar-codec", "webhook", "payload"]
+  default = ["storage", "lookup", "broker", "sidecar", "sidecar-codec", "mover", "webhook", "payload"]
 }
 
 variable "TORCH" {
@@ -40,7 +40,7 @@ group "default" {
 
 # What `make kind-up` and `make test-cluster` run: vLLM on a CPU serves a tiny model.
 group "cluster-test" {
-  targets = ["storage", "lookup", "broker", "sidecar", "webhook", "payload", "vllm-cpu-tiny"]
+  targets = ["storage", "lookup", "broker", "sidecar", "mover", "webhook", "payload", "vllm-cpu-tiny"]
 }
 
 group "sbom" {

@@ -11,6 +11,7 @@ Not called test_…: the installations take about two minutes. `make docker-lint
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import os
@@ -25,9 +26,12 @@ from pathlib import Path
 
 import hcl2
 import pytest
+from lmcache_core.memory import ArenaAllocator, SharedArena
+from lmcache_core.mover import Attach, MoverClient
 
 from tests.fixtures.dockerfile import PAYLOAD, REPOSITORY, VENV, Build, parse, unreadable
 from tests.fixtures.sealed import USER, can_seal, protect, sealed
+from tests.fixtures.shared_arena import create_shared_arena
 from tests.fixtures.waiting import wait_until
 
 SERVICES = {
@@ -37,7 +41,7 @@ SERVICES = {
     "sidecar": "sidecar",
     "webhook": "webhook",
 }
-IMAGES = [*SERVICES, "payload"]
+IMAGES = [*SERVICES, "mover", "payload"]
 # The one image that is made by another's Dockerfile, with this argument.
 CODEC_IMAGE = "sidecar-codec"
 CODEC_ARGUMENTS = {"VARIANT": "-codec"}
@@ -47,6 +51,7 @@ START_TIMEOUT_S = 60
 BASE_MB = 130  # python:3.12-slim, unpacked
 MAX_IMAGE_MB = 250
 MAX_CODEC_IMAGE_MB = 475  # the compiler alone is 180
+MAX_MOVER_IMAGE_MB = 350  # NIXL's libraries are 116, numpy is 45
 # Settings with which a service starts in any folder, next to others.
 SMALL = {
     "storage": {
@@ -224,6 +229,44 @@ def test_the_image_installs_and_starts(image: str, house: Path) -> None:
         house,
         {"PEER_SERDE": "lossless"} if has_codecs else {},
     )
+
+
+@pytest.mark.timeout(600)
+def test_the_mover_installs_and_attaches(house: Path) -> None:
+    build = Build(house)
+    build.run(parse(REPOSITORY / "docker" / "mover.Dockerfile")[0])
+    tree, folder = house / VENV.lstrip("/"), house / "started"
+    assert unreadable(tree) == []
+    command = tree / "bin/lmcache-mover"
+    assert build.shell([str(command), "--version"]).startswith("lmcache-mover 0.1.0")
+    (packages,) = (tree / "lib").glob("python3.*/site-packages")
+    assert not {"torch", "nixl_ep_cu12"} & {path.name for path in packages.iterdir()}
+    size = BASE_MB + megabytes(tree)
+    print(f"lmcache-mover: about {size:.0f} MB, of which {BASE_MB} are the base")
+    assert size < MAX_MOVER_IMAGE_MB
+    protect(tree)
+    folder.mkdir()
+    arena = create_shared_arena(folder / "arena", 1 << 20)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o777)  # for the image's user
+    line = sealed([str(command), "--socket", str(folder / "socket")], house, folder)
+    env = {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **variables_of("mover")}
+    with subprocess.Popen(line, cwd=folder, env=env | {"UCX_TLS": "tcp"}) as mover:
+        try:
+            asyncio.run(attached(folder / "socket", arena))
+        finally:
+            mover.kill()
+
+
+async def attached(path: Path, arena: SharedArena) -> None:
+    """Wait until a mover has mapped an arena, and can be reached."""
+    attach = Attach(str(arena.path), arena.size, arena.generation)
+    client = MoverClient(path, attach, ArenaAllocator(arena.store_view))
+    client.open()
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while not client.blob:
+            await asyncio.sleep(0.05)
+    await client.close()
 
 
 @pytest.mark.timeout(600)

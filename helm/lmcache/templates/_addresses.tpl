@@ -3,6 +3,11 @@
 {storage: 8080, storageLm: 65432, lookup: 8081, broker: 8082, sidecar: 8083, health: 8084, sidecarLm: 65433, compat: 65434, redis: 6379, vllm: 8000, webhook: 8443}
 {{- end -}}
 
+{{/* Movers listen on ports of their own choice within these: one for the pod, and one for each peer that they read from. */}}
+{{- define "lmcache.moverPorts" -}}
+{first: 65440, last: 65535}
+{{- end -}}
+
 {{/* The ports of vLLM's KV events, as those of a container. Takes: root. */}}
 {{- define "lmcache.kvEventsPorts" -}}
 {{- with .root.Values.kvEvents -}}

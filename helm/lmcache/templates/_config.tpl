@@ -131,6 +131,10 @@ remote_url: {{ include "lmcache.storageUrl" . }}
 {{- end }}
 {{- include "lmcache.peerSettings" . }}
 socket_path: {{ include "lmcache.socketPath" . }}
+{{- if $sidecar.mover.enabled }}
+peer_transport: nixl
+mover_socket: {{ include "lmcache.moverSocket" . }}
+{{- end }}
 arena_path: /run/lmcache/arena
 arena_gb: {{ include "lmcache-common.gib" (dict "name" "sidecar.arenaSize" "value" $sidecar.arenaSize) }}
 {{- with $sidecar.diskSize }}
@@ -159,4 +163,8 @@ Takes: the map.
 
 {{- define "lmcache.socketPath" -}}
 /run/lmcache/socket/sidecar.sock
+{{- end -}}
+
+{{- define "lmcache.moverSocket" -}}
+/run/lmcache/mover/mover.sock
 {{- end -}}

@@ -127,12 +127,59 @@ than the limit. The webhook has the same rule (`lmcache_webhook.injection.sideca
     - {name: arena, mountPath: /run/lmcache/arena}
     - {name: socket, mountPath: /run/lmcache/socket}
     - {name: sidecar-tmp, mountPath: /tmp}
+    {{- if $sidecar.mover.enabled }}
+    - {name: mover-socket, mountPath: /run/lmcache/mover}
+    {{- end }}
     {{- if $sidecar.diskSize }}
     - {name: sidecar-disk, mountPath: /var/lib/lmcache}
     {{- end }}
     {{- with $sidecar.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/*
+The mover of a model's sidecar, a native sidecar, too. It has the arena and the socket that it shares with the sidecar alone, and no
+Secret. Takes: root, model (merged).
+*/}}
+{{- define "lmcache.moverContainer" -}}
+{{- $sidecar := .model.sidecar -}}
+{{- $mover := $sidecar.mover -}}
+{{- $security := include "lmcache-common.containerSecurityContext" (dict "root" .root "values" .model) | fromYaml -}}
+{{- $resources := $mover.resources -}}
+{{- with $mover.rdmaResource -}}
+{{- $security = mergeOverwrite $security (dict "capabilities" (dict "add" (list "IPC_LOCK"))) -}}
+{{- $resources = merge (dict "limits" (dict . 1) "requests" (dict . 1)) $resources -}}
+{{- end -}}
+- name: mover
+  restartPolicy: Always
+  image: {{ include "lmcache-common.image" (dict "root" .root "image" $mover.image "own" true) }}
+  imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+  args: [--socket, {{ include "lmcache.moverSocket" . }}]
+  env:
+    {{- include "lmcache-common.env" (dict "own" (include "lmcache.moverEnv" .) "extra" $mover.extraEnv) | nindent 4 }}
+  securityContext:
+    {{- toYaml $security | nindent 4 }}
+  resources:
+    {{- $arenaMi := include "lmcache-common.mib" (dict "name" "sidecar.arenaSize" "value" $sidecar.arenaSize) }}
+    {{- $overheadMi := include "lmcache-common.mib" (dict "name" "sidecar.mover.memoryOverhead" "value" $mover.memoryOverhead) }}
+    {{- $memoryMi := divf $arenaMi 256 | ceil | int64 | add $overheadMi }}
+    {{- include "lmcache-common.resourcesWithMemory" (dict "resources" $resources "memoryMi" $memoryMi) | nindent 4 }}
+  volumeMounts:
+    - {name: arena, mountPath: /run/lmcache/arena}
+    - {name: mover-socket, mountPath: /run/lmcache/mover}
+    - {name: mover-tmp, mountPath: /tmp}
+{{- end -}}
+
+{{/* Takes: model (merged). */}}
+{{- define "lmcache.moverEnv" -}}
+{{- $ports := include "lmcache.moverPorts" . | fromYaml -}}
+- name: UCX_TLS
+  value: {{ .model.sidecar.mover.transports | quote }}
+- name: UCX_NET_DEVICES
+  value: {{ .model.sidecar.mover.devices | quote }}
+- name: UCX_TCP_PORT_RANGE
+  value: {{ printf "%d-%d" (int $ports.first) (int $ports.last) | quote }}
 {{- end -}}
 
 {{/* Takes: root. */}}
@@ -169,6 +216,15 @@ keys: [ticket-keys, salt]
   emptyDir:
     medium: Memory
     sizeLimit: 1Mi
+{{- if $sidecar.mover.enabled }}
+- name: mover-socket
+  emptyDir:
+    medium: Memory
+    sizeLimit: 1Mi
+- name: mover-tmp
+  emptyDir:
+    sizeLimit: 64Mi
+{{- end }}
 {{- if .model.connector.enabled }}
 - name: payload
   emptyDir:

@@ -311,6 +311,7 @@ cluster writes 1024Gi as 1Ti. Without a cluster nothing is compared.
 {{- range $where, $sidecar := $sidecars }}
 {{- $sizes = append $sizes (dict "name" (printf "%s.arenaSize" $where) "value" $sidecar.arenaSize "max" "64Ti") }}
 {{- $sizes = append $sizes (dict "name" (printf "%s.diskSize" $where) "value" $sidecar.diskSize "max" "1Pi") }}
+{{- $sizes = append $sizes (dict "name" (printf "%s.mover.memoryOverhead" $where) "value" $sidecar.mover.memoryOverhead "min" "128Mi" "max" "1Ti") }}
 {{- $overhead := dict "name" (printf "%s.memoryOverhead" $where) "value" $sidecar.memoryOverhead }}
 {{- $sizes = append $sizes (merge $overhead (dict "min" "256Mi" "max" "1Ti")) }}
 {{- end }}

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
@@ -37,6 +38,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--socket", type=Path, required=True, help="Unix socket to listen on, for the sidecar alone"
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"lmcache-mover {version('lmcache-mover')}"
     )
     path: Path = parser.parse_args().socket
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
