@@ -22,6 +22,7 @@ EVERYTHING = {
     "storage.compat.clientsFrom": [{"podSelector": {}}],
     "broker.podDeletionCost.enabled": True,
     "kvEvents.enabled": True,
+    "sidecar.mover.enabled": True,
 }
 
 

@@ -156,6 +156,8 @@ Secret. Takes: root, model (merged).
   image: {{ include "lmcache-common.image" (dict "root" .root "image" $mover.image "own" true) }}
   imagePullPolicy: {{ .root.Values.images.pullPolicy }}
   args: [--socket, {{ include "lmcache.moverSocket" . }}]
+  ports:
+    - {name: ucx, containerPort: {{ (include "lmcache.moverPorts" . | fromYaml).first }}}
   env:
     {{- include "lmcache-common.env" (dict "own" (include "lmcache.moverEnv" .) "extra" $mover.extraEnv) | nindent 4 }}
   securityContext:

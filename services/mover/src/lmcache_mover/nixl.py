@@ -135,8 +135,10 @@ class ReadingAgent:
 
 
 def _agent(memory: Memory) -> Any:
-    from nixl_cu12 import nixl_agent, nixl_agent_config
-
+    try:
+        from nixl_cu12 import nixl_agent, nixl_agent_config
+    except ImportError as exc:
+        raise NixlError(f"NIXL is missing ({exc}): pip install --no-deps nixl-cu12") from None
     # Its own thread would spin.
     config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
     agent = nixl_agent(f"lmcache-{secrets.token_hex(8)}", config)

@@ -33,7 +33,7 @@ from lmcache_core.mover.messages import (
     Serve,
 )
 
-from lmcache_mover.nixl import Memory, ServingAgent
+from lmcache_mover.nixl import Memory, NixlError, ServingAgent
 from lmcache_mover.peer import PeerReader
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def main() -> None:
     code = 0
     try:
         Worker(connection).run()
-    except (UnavailableError, msgspec.DecodeError, OSError) as exc:
+    except (UnavailableError, NixlError, msgspec.DecodeError, OSError) as exc:
         logger.error("worker ends: error=%s", exc)
         code = 1
     os._exit(code)  # threads may hang in libraries
