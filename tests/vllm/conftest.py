@@ -6,22 +6,18 @@ import importlib.metadata
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from tests.vllm.engines import release, set_environment
+from tests.vllm.engines import be_unhurried, release, set_environment
 
 set_environment()  # before anything imports torch, which reads it once
-
-from lmcache_core.sidecar import connection  # noqa: E402
+be_unhurried()
 
 from tests.vllm.models import made_models  # noqa: E402
 from tests.vllm.processes import ROOT, Owner  # noqa: E402
 from tests.vllm.references import References  # noqa: E402
 from tests.vllm.worlds import World  # noqa: E402
-
-UNHURRIED_S = 0.25
 
 
 def pytest_report_header() -> str:
@@ -73,9 +69,6 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
 
 
 @pytest.fixture
-def world(owner: Owner, models: Path, references: References) -> Iterator[World]:
-    """What a test begins with. A thread that is not scheduled may hold a connection for longer than
-    an engine waits for it, which then computes.
-    """
-    with mock.patch.object(connection, "SEND_TIMEOUT_S", UNHURRIED_S):
-        yield World(owner, models, references)
+def world(owner: Owner, models: Path, references: References) -> World:
+    """What a test begins with."""
+    return World(owner, models, references)
