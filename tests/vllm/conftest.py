@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.engines import release, set_environment
+from tests.vllm.engines import be_unhurried, release, set_environment
 
 set_environment()  # before anything imports torch, which reads it once
+be_unhurried()
 
 from tests.vllm.models import made_models  # noqa: E402
 from tests.vllm.processes import ROOT, Owner  # noqa: E402

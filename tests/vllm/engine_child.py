@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.vllm.engines import Ask, Engine, plain, set_environment
+from tests.vllm.engines import Ask, Engine, be_unhurried, plain, set_environment
 
 
 class Child:
@@ -57,4 +57,5 @@ def serve(child: Child) -> None:
 
 if __name__ == "__main__":
     set_environment()
+    be_unhurried()
     serve(Child())
