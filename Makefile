@@ -24,7 +24,7 @@ FUZZ_SECONDS ?= 60
 CHAOS_SECONDS ?= 600
 SEED ?=
 # How many reads `make test-transports` makes in a storm of faults
-READS ?= 100
+READS ?= 60
 # What `make sim` runs: fresh seeds for so many virtual hours, each for so many virtual seconds; KEEP=1,2 keeps those faults of a SEED
 HOURS ?= 1
 SECONDS ?= 300

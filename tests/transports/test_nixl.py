@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import signal
 import tempfile
@@ -25,6 +26,8 @@ PIECE_BYTES = 4 * MIB
 NUM_PIECES = 8
 LONG_S = 120.0
 """Only a hang lasts so long."""
+READS = int(os.environ.get("READS", "60"))
+"""In the storm."""
 
 
 @pytest.fixture(scope="module", params=["tcp", "tcp,cma"])
@@ -110,8 +113,9 @@ async def test_a_blob_that_makes_no_sense_is_an_error(opened: tuple[Node, Node])
     release(memory)
 
 
+@pytest.mark.timeout(60 + 10 * READS)
 async def test_no_fault_writes_to_memory_that_is_used_again(opened: tuple[Node, Node]) -> None:
-    outcome = await Storm(*opened, seed=1).rage(60, hurt_share=0.2)
+    outcome = await Storm(*opened, seed=1).rage(READS, hurt_share=0.2)
     print(outcome)
     assert outcome.num_wrong == outcome.num_late == 0
     assert outcome.overwritten_bytes == outcome.lost_bytes == 0
