@@ -89,7 +89,8 @@ async def test_loans_end_with_the_connection(world: Town) -> None:
     pulling = asyncio.create_task(pulled(world))
     await until(lambda: theirs.is_serving)
     await world.proxies["a"].close()
-    await until(lambda: not theirs.is_serving)
+    async with asyncio.timeout(1.0):  # less than any loan lasts
+        await until(lambda: not theirs.is_serving)
     mine.is_stopped = False
     await pulling
 
@@ -134,6 +135,21 @@ async def test_chunks_come_over_the_wire_when_a_mover_dies(world: Town, whose: s
     mover.is_stopped = False
     assert await pulling == ALL
     assert world.parts.figures.failed_pulls == 0
+
+
+async def test_a_mover_that_has_started_again_is_read_from_at_once(world: Town) -> None:
+    await world.add("a", NAMES, bytes_per_s=SLOW)
+    await connect(world, "a")
+    assert await pulled(world) == ALL
+    mover, pulls = mover_of(world, "a"), world.parts.mover
+    assert pulls is not None
+    first = mover.life
+    mover.die()
+    await until(lambda: mover.life not in (None, first))
+    pulls.note("a", True, 1 << 40, 1e-3)  # it is the faster way
+    assert await pulled(world) == ALL
+    figures = pulls.stats()
+    assert (figures["mover_chunks"], figures["failed_mover_reads"]) == (2 * len(NAMES), 0)
 
 
 async def test_a_wrong_byte_is_noticed(world: Town) -> None:
