@@ -28,9 +28,10 @@ BROAD_EXCEPT_PLACES = {
     "libs/lmcache_core/src/lmcache_core/engine/guard.py",  # the degrading wrapper, on request only
 }
 # Who may read the environment: settings, the command line's options, the engine's config, and what
-# names KV by variables of vLLM's own, or remembers digests in the user's cache directory.
+# names KV by variables of vLLM's own, or remembers digests in the user's cache directory; and the
+# mover, which keeps UCX on loopback unless its variables say otherwise.
 ENVIRONMENT_PLACES = re.compile(
-    r"(/settings\.py|/lmcache_ctl/options\.py|/lmcache_core/config/sources\.py|/integrations/(vllm/(identity|kv_settings)|sglang/server_settings|file_digests)\.py)$"
+    r"(/settings\.py|/lmcache_ctl/options\.py|/lmcache_core/config/sources\.py|/lmcache_mover/worker\.py|/integrations/(vllm/(identity|kv_settings)|sglang/server_settings|file_digests)\.py)$"
 )
 # Constructors whose parameters the documented API fixes.
 DOCUMENTED_PARAMETERS = {"blend", "__init__", "from_defaults", "from_legacy"}

@@ -114,7 +114,7 @@ def test_base_images_get_their_digests() -> None:
         assert re.fullmatch(r"[\w./-]+:[\w.-]+(@sha256:[0-9a-f]{64})?", base), path.name
     values = yaml.safe_load((ROOT / "helm/lmcache/values.yaml").read_text(encoding="utf-8"))
     images = list(images_in(values))
-    assert len(images) == 9
+    assert len(images) == 10
     assert all({"repository", "tag", "digest"} <= one.keys() for one in images)
 
 
