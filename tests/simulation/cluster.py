@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import json
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmcache_core.mover.messages import Attach
+
+from tests.fixtures.model_mover import Fabric, ModelMover
 from tests.simulation.kernel import Machine, Process
 from tests.simulation.redis_server import RedisServer
 from tests.simulation.world import World
@@ -85,6 +90,8 @@ REDIS_TTL_S = (None, 20)
 DIRECTORY_OF = "storage-0"
 """The machine whose disk has the directory that nodes share."""
 EMBEDDED_DISK_CHANCE = 0.5
+MOVERS_CHANCE = 0.4
+"""How often sidecars have movers."""
 
 
 def worker_name(engine: str, rank: int) -> str:
@@ -95,6 +102,11 @@ def worker_name(engine: str, rank: int) -> str:
 def engine_of(process: str) -> str:
     """Return the name of the engine of a worker; of another process, its own name."""
     return process.partition(".")[0]
+
+
+def has_movers(seed: int) -> bool:
+    """Return whether sidecars of this run have movers."""
+    return random.Random(f"movers {seed}").random() < MOVERS_CHANCE
 
 
 class Cluster:
@@ -117,6 +129,7 @@ class Cluster:
         tenants: The tenants that have nodes.
         directories: Remote tiers that are directories, each by the machine that has its disk.
         remotes: The URL of the remote tier of each node.
+        movers: The mover of each node, in runs that have them.
         prefilled: Prompts that engines of each tenant have computed for others, the latest ones,
             with what a proxy passes on.
     """
@@ -171,6 +184,14 @@ class Cluster:
         self.directories: dict[str, Path] = {}
         self.remotes = self._draw_remotes(remote_dice)
         self._has_embedded_disk = remote_dice.random() < EMBEDDED_DISK_CHANCE
+        self.movers: dict[str, Mover] = {}
+        if has_movers(world.kernel.seed):
+            from lmcache_core.p2p import by_mover
+
+            by_mover.TRIED_EVERY = 2  # so near to each other, lm:// is the faster way
+            fabric = Fabric()
+            for node in SIDECARS:
+                self.movers[node] = Mover(world, node, self.machines[node], fabric)
 
     def start(self, name: str) -> None:
         """Start a service."""
@@ -178,6 +199,8 @@ class Cluster:
         if name == "redis":
             self.processes[name] = kernel.start_process(name, machine, self.redis.main)
             return
+        if name in self.movers:
+            self.movers[name].start()
         kind = name.split("-")[0]
         self.processes[name] = self.world.start_service(
             name, machine, _mains()[kind], self._settings(kind, name)
@@ -362,6 +385,8 @@ class Cluster:
             "socket_path": self.socket(name),
             "arena_path": place / "shm" / "arena",
         }
+        if name in self.movers:
+            own |= {"peer_transport": "nixl", "mover_socket": self.movers[name].path}
         drawn = self._with_disk(name, self._drawn(SIDECAR_SETTINGS))
         return common | node | keys | own | drawn
 
@@ -387,6 +412,50 @@ class Cluster:
                 drawn[name] = value * (self._disk_chunk if "disk" in name else self.memory_chunk)
                 drawn[name] /= GB
         return drawn
+
+
+class Mover(ModelMover):
+    """A mover in a process of its own.
+
+    Args:
+        world: The simulated world.
+        node: Its sidecar.
+        machine: That of the node.
+        fabric: All movers.
+    """
+
+    def __init__(self, world: World, node: str, machine: Machine, fabric: Fabric) -> None:
+        self.path = world.place(machine) / "run" / "mover.sock"
+        super().__init__(self.path, _attached, fabric)
+        self._kernel = world.kernel
+        self._name = f"mover-{node}"
+        self._machine = machine
+        self.process: Process | None = None
+
+    def state(self) -> str:
+        if self.process is None or self.process.is_dead:
+            return "dead"
+        return "stopped" if self.is_stopped or self.process.is_paused else "running"
+
+    def start(self) -> None:
+        """Start it, unless it runs."""
+        if self.state() == "dead":
+            self.is_stopped, self.life = False, None
+            self.process = self._kernel.start_process(self._name, self._machine, self._main)
+
+    def _main(self) -> None:
+        asyncio.run(self.run())
+
+
+@contextlib.contextmanager
+def _attached(attach: Attach) -> Iterator[memoryview]:
+    from lmcache_core.memory.shared import attach_shared_arena
+
+    arena = attach_shared_arena(Path(attach.path), attach.num_bytes, attach.generation)
+    try:
+        yield arena.store_view
+    finally:
+        arena.lock.release()
 
 
 def _mains() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tests.simulation.cluster import (
     TWO_TENANTS_CHANCE,
     Cluster,
     engine_of,
+    has_movers,
 )
 from tests.simulation.kernel import MAX_DESCRIPTORS, MAX_THREADS, Machine, Process
 from tests.simulation.pace import pace_of
@@ -36,8 +37,10 @@ STOP_S = 40.0
 USUAL_LATENCY_S = (50e-6, 400e-6)
 LONGEST_S = 60.0
 """No fault of a busy run lasts longer."""
-MORE_KINDS = ("drain", "move")
-"""Kinds with dice of their own; nodes move between tenants if there are two."""
+MORE_KINDS = ("drain", "move", "mover")
+"""Kinds with dice of their own; nodes move between tenants if there are two, and movers are hurt if
+there are any.
+"""
 MORE_CHANCE = 0.5
 """How many runs have faults of each of them."""
 DENSE = {"busy", "memory"}
@@ -129,6 +132,8 @@ def draw_schedule(seed: int, work_s: float) -> list[Fault]:
     for kind in MORE_KINDS:
         if kind == "move" and random.Random(f"tenants {seed}").random() >= TWO_TENANTS_CHANCE:
             continue
+        if kind == "mover" and not has_movers(seed):
+            continue
         schedule += _draw_more(kind, seed, work_s, len(schedule))
     return sorted(schedule, key=lambda fault: fault.at_s)
 
@@ -217,6 +222,8 @@ class Faults:
             if process.is_paused:
                 self._world.signal(process, signal.SIGCONT)
             self.start_again(name)
+        for mover in self._cluster.movers.values():
+            mover.start()
 
     def start_again(self, name: str) -> None:
         """Start a service or an engine unless it runs; an engine starts its workers."""
@@ -404,6 +411,22 @@ class Faults:
                 self.start_again(name)
 
         self._for(20, undo)
+
+    def mover(self) -> None:
+        """SIGKILL to a mover, or SIGSTOP to its worker, which may then be killed, or to both."""
+        mover = self._cluster.movers[self._dice.choice(self._sidecars)]
+        process, kind = mover.process, self._dice.choice(("kill", "stop the worker", "stop"))
+        if process is None:
+            return
+        if kind == "kill":
+            self._world.signal(process, signal.SIGKILL)
+            self._for(5, lambda: self._world.network.has_power(process.machine) and mover.start())
+        elif kind == "stop":
+            self._world.signal(process, signal.SIGSTOP)
+            self._for(20, lambda: self._world.signal(process, signal.SIGCONT))
+        else:
+            mover.is_stopped = True
+            self._for(20, lambda: setattr(mover, "is_stopped", False))
 
     def stop(self) -> None:
         """SIGSTOP to a service, and SIGCONT."""

@@ -210,6 +210,8 @@ class Pipe:
         self.has_ended = False
         self.reader: SimulatedSocket | None = None
         self.writer: SimulatedSocket | None = None
+        self.packet_sizes: deque[int] | None = None
+        """Of what was sent and not received, where packets stay whole (SEQPACKET)."""
         self._num_underway = 0
         self._num_unacknowledged = 0
         self._underway: deque[tuple[float, Packet]] = deque()
@@ -222,7 +224,7 @@ class Pipe:
     @property
     def room(self) -> int:
         """Return how many bytes can be sent now."""
-        is_local = self.source is self.target
+        is_local = self.source is self.target and self.packet_sizes is None
         size = self.network.local_buffer_bytes if is_local else BUFFER_BYTES
         return size - self._num_underway - self._num_unacknowledged - len(self.arrived)
 
@@ -239,6 +241,8 @@ class Pipe:
             self.forget()  # a reset does not wait for retransmissions
         if isinstance(packet, bytes):
             at += len(packet) / network.link(self.source, self.target).bytes_per_s
+            if self.packet_sizes is not None:
+                self.packet_sizes.append(len(packet))
             self._num_underway += len(packet)
         self._last_at = max(self._last_at, at)
         self._underway.append((self._last_at, packet))
@@ -294,7 +298,8 @@ class Pipe:
     def _before_interruption(self, packet: bytes) -> bytes:
         """Return what arrives of a packet now."""
         network, kernel = self.network, self.network.kernel
-        if not network.interrupt_chance or len(packet) < LARGE_BYTES:
+        is_small = len(packet) < LARGE_BYTES or self.packet_sizes is not None
+        if not network.interrupt_chance or is_small:
             return packet
         if kernel.random.random() >= network.interrupt_chance:
             return packet
@@ -337,8 +342,10 @@ class Pipe:
         self.forget()
 
     def take(self, num_bytes: int) -> bytes:
-        """Receive the bytes that have arrived."""
-        if self.network.piece_chance and num_bytes > 1:
+        """Receive the bytes that have arrived, or one packet."""
+        if self.packet_sizes is not None:
+            num_bytes = self.packet_sizes.popleft()
+        elif self.network.piece_chance and num_bytes > 1:
             random = self.network.kernel.random
             if random.random() < self.network.piece_chance:
                 num_bytes = random.randint(1, num_bytes)
@@ -665,7 +672,7 @@ class SimulatedSocket:
                 raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
             if not view:
                 return 0
-            if (room := outgoing.room) > 0:
+            if (room := outgoing.room) >= (1 if outgoing.packet_sizes is None else len(view)):
                 count = min(room, len(view))
                 outgoing.send(bytes(view[:count]))
                 return count
@@ -791,6 +798,8 @@ def connect(client: SimulatedSocket, listener: SimulatedSocket) -> None:
     back = Pipe(network, listener.machine, client.machine)
     client.outgoing, client.incoming = there, back
     server.outgoing, server.incoming = back, there
+    if listener.type == socket.SOCK_SEQPACKET:
+        there.packet_sizes, back.packet_sizes = deque(), deque()
     there.writer, there.reader = client, server
     back.writer, back.reader = server, client
     client.heard()

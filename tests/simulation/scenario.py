@@ -141,6 +141,8 @@ class Scenario:
         self.operator = Operator(
             world, self.cluster, seed, self.faults, self._count_pairs, self._complain
         )
+        for mover in self.cluster.movers.values():
+            mover.ended = self._count_mover_read
         self._call = self.operator.call
         self._seen_ids: set[tuple[str, str]] = set()
         self._leaked: dict[str, set[tuple[int, float, str]]] = {name: set() for name in SIDECARS}
@@ -269,6 +271,9 @@ class Scenario:
         for kind, number in self.faults.active.items():
             if number:
                 self.pairs[kind, operation] += 1
+
+    def _count_mover_read(self, error: str) -> None:
+        self._count_pairs("mover read, failed" if error else "mover read")
 
     def _await_end(self, names: list[str]) -> None:
         for name in names:
