@@ -40,7 +40,7 @@ group "default" {
 
 # What `make kind-up` and `make test-cluster` run: vLLM on a CPU serves a tiny model.
 group "cluster-test" {
-  targets = ["storage", "lookup", "broker", "sidecar", "mover", "webhook", "payload", "vllm-cpu-tiny"]
+  targets = ["storage", "lookup", "broker", "sidecar", "webhook", "payload", "vllm-cpu-tiny"]
 }
 
 group "sbom" {

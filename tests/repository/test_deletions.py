@@ -133,6 +133,7 @@ ALLOWED: Final = {
         "lmcache_core/integrations/file_digests.py: _remember.replace",
         "lmcache_core/integrations/file_digests.py: _remember.unlink",
         "lmcache_core/storage/disk/lock.py: DirectoryLock._lock.ftruncate",
+        "lmcache_mover/app.py: _listener.unlink",
         "lmcache_servicekit/problems.py: DELETE",
         "lmcache_servicekit/requests.py: DELETE",
         "lmcache_servicekit/runner.py: Address.announce.replace",

@@ -117,7 +117,7 @@ ATTACKS: dict[str, Attack] = {
     ),
     "lane between context and request": says((2, MINE), FIRST_LANE, (2, PING)),
     "unknown version": says(
-        (1, messages.Hello(2, 9, [], None, "new")), greets=False, code="version"
+        (1, messages.Hello(5, 9, [], None, "new")), greets=False, code="version"
     ),
     "hello twice": says((2, messages.Hello(1, 1, [], None, "again"))),
     "server's frame": says((2, messages.Pong())),

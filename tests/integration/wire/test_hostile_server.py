@@ -211,7 +211,7 @@ async def test_a_chunk_that_comes_twice_ends_the_connection() -> None:
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (messages.HelloOk(2, "future", 128), VersionError),
+        (messages.HelloOk(5, "future", 128), VersionError),
         (messages.ErrorMessage("authentication", "no"), AuthenticationError),
         (messages.ErrorMessage("a code of tomorrow", "no"), UnavailableError),
         (messages.Pong(), ProtocolError),

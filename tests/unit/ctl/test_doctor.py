@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lmcache_ctl.doctor import machine
+from lmcache_ctl.doctor.configuration import ConfigFile, Loaded
 from lmcache_ctl.doctor.findings import Level
+from lmcache_ctl.doctor.machine import check_machine
 from lmcache_ctl.doctor.redis_server import check_info
 from lmcache_ctl.doctor.running import check_services
 from lmcache_ctl.services import Kind
 from lmcache_ctl.states import Check, Link, ServiceStatus, State, Tier
+from lmcache_sidecar.settings import SidecarSettings
 
 
 def state(kind: Kind, name: str, **more: Any) -> ServiceStatus:
@@ -203,3 +208,53 @@ def test_a_redis_server_that_is_not(info: dict[str, Any], level: Level, said: st
     [(found, what)] = levels(**info)
     assert found is level
     assert said in what
+
+
+def rdma_ports(root: Path, **states: str) -> None:
+    """Devices as the kernel shows them: a port each, and whether it has a GID."""
+    for device, state in states.items():
+        port = root / device / "ports" / "1"
+        (port / "gids").mkdir(parents=True)
+        (port / "state").write_text(f"4: {state.removesuffix('-')}\n")
+        gid = "0000:0000:0000:0000" if state.endswith("-") else "fe80:0000:0000:0001"
+        (port / "gids" / "0").write_text(f"{gid}\n")
+
+
+def levels_of_mover(tmp_path: Path) -> list[str]:
+    """What is wrong with the machine for a sidecar that has a mover."""
+    settings = SidecarSettings(
+        arena_gb=1.0, peer_transport="nixl", mover_socket=tmp_path / "mover.sock"
+    )
+    found = check_machine([Loaded(ConfigFile("sidecar", tmp_path / "s.yaml"), settings)])
+    return [one.level for one in found if one.check == "mover" and one.level is not Level.OK]
+
+
+@pytest.mark.parametrize(
+    ("states", "levels"),
+    [
+        ({}, ["warning"]),
+        ({"mlx5_0": "ACTIVE"}, []),
+        ({"mlx5_0": "ACTIVE", "mlx5_1": "DOWN"}, ["warning"]),
+        ({"mlx5_0": "ACTIVE-"}, ["error"]),
+    ],
+)
+def test_ports_of_a_mover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: dict[str, str], levels: list[str]
+) -> None:
+    monkeypatch.setattr(machine, "RDMA_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setattr(machine, "_may_lock", lambda: True)
+    rdma_ports(tmp_path / "infiniband", **states)
+    assert levels_of_mover(tmp_path) == levels
+
+
+@pytest.mark.parametrize("may_lock", [False, True])
+def test_memory_that_a_mover_may_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_lock: bool
+) -> None:
+    monkeypatch.setattr(machine, "RDMA_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (1 << 16, 1 << 16))
+    status = tmp_path / "status"
+    status.write_text(f"Name:\tx\nCapEff:\t{(1 << 14) * may_lock:016x}\n")
+    monkeypatch.setattr(machine, "STATUS", status)
+    rdma_ports(tmp_path / "infiniband", mlx5_0="ACTIVE")
+    assert levels_of_mover(tmp_path) == ["error"] * (not may_lock)

@@ -22,6 +22,9 @@ IN_MEMORY: Final = frozenset({"tmpfs", "hugetlbfs", "ramfs"})
 MOUNTS: Final = Path("/proc/self/mounts")
 MEMORY_INFO: Final = Path("/proc/meminfo")
 KERNEL_ROOTS: Final = ("/proc", "/sys")
+RDMA_DEVICES: Final = Path("/sys/class/infiniband")
+STATUS: Final = Path("/proc/self/status")
+CAP_IPC_LOCK: Final = 14
 CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -38,6 +41,8 @@ def check_machine(loaded: Sequence[Loaded]) -> list[Finding]:
             fix = "remove it, or set socket_path and arena_path to a directory of your own"
             for problem in settings.directory_problems():
                 found.append(Subject("socket", where).error(problem, fix))
+            if settings.mover_socket is not None:
+                found += _mover(Subject("mover", where), int(settings.arena_gb * GIB))
         found += _addresses(Subject("addresses", where), settings)
         if file.kind == "storage":
             found.append(_memory(Subject("memory", where), int(settings.memory_gb * GIB)))
@@ -89,6 +94,53 @@ def _socket(subject: Subject, path: Path) -> Finding:
         fix = "choose a path in a directory that the sidecar may write to"
         return subject.error(f"socket_path {path}: {problem}", fix)
     return subject.ok(str(path))
+
+
+def _mover(subject: Subject, arena_bytes: int) -> Iterator[Finding]:
+    """Check what a mover needs for RDMA, where it runs."""
+    ports = {
+        f"{device.name}:{port.name}": port
+        for device in _entries(RDMA_DEVICES)
+        for port in _entries(device / "ports")
+    }
+    if not ports:
+        what = "no RDMA device: the mover reads over TCP, where lm:// is faster"
+        yield subject.warning(what, "set peer_transport=lm, or ask for the device of a plugin")
+        return
+    for name, port in ports.items():
+        state = _text(port / "state").partition(": ")[2] or "unknown"
+        if state != "ACTIVE":
+            fix = "connect it, or name another one in UCX_NET_DEVICES"
+            yield subject.warning(f"port {name} is {state}", fix)
+        elif not any(_text(gid).strip("0:") for gid in _entries(port / "gids")):
+            what = f"port {name} has no GID: peers cannot name it"
+            yield subject.error(what, "give its network device an address")
+        else:
+            yield subject.ok(f"port {name} is active")
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit != resource.RLIM_INFINITY and limit < arena_bytes and not _may_lock():
+        what = f"a process may lock {size_text(limit)}; the arena has {size_text(arena_bytes)}"
+        fix = "ulimit -l unlimited, LimitMEMLOCK=infinity, or the capability IPC_LOCK"
+        yield subject.error(what, f"{fix} (chart: sidecar.mover.rdmaResource)")
+
+
+def _may_lock() -> bool:
+    found = [line for line in _text(STATUS).splitlines() if line.startswith("CapEff:")]
+    return any(int(line.split()[1], 16) >> CAP_IPC_LOCK & 1 for line in found)
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # GIDs that are not in use cannot be read
+        return ""
 
 
 def _addresses(subject: Subject, settings: Any) -> Iterator[Finding]:
