@@ -361,10 +361,19 @@ DEFECTS = (
         "        except BaseException:\n            raise\n",
     ),
     Defect(
+        "memory of a mover's read is free as soon as its reader gives up",
+        f"{CORE}/mover/client.py",
+        "                self._give_up(life, number)\n",
+        "                self._give_up(life, number)\n"
+        "                for memory in owned.memory:\n"
+        "                    memory.ref_count_down()\n"
+        "                owned.memory = ()\n",
+    ),
+    Defect(
         "chunks keep their memory once they are sent",
         f"{WIRE}/server.py",
-        "                release_all(results)\n",
-        "                pass\n",
+        "                release_all(results)\n            if",
+        "                pass\n            if",
     ),
     Defect(
         "chunks keep their memory once they have moved to another storage",
