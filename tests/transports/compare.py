@@ -114,7 +114,7 @@ async def by_mover(transports: str, num_pieces: int, size: int) -> tuple[float, 
     async with two_nodes(transports) as (reader, peer):
         theirs = [peer.allocate(size) for _ in range(num_pieces)]
         blob = await peer.attached()
-        peer.client.note_loans(1)
+        peer.attend()
 
         async def read() -> int:
             pieces = [reader.piece_from(peer, memory) for memory in theirs]

@@ -86,9 +86,18 @@ class Node:
 
     def piece_from(self, other: Node, theirs: MemoryObj) -> Piece:
         """Return a piece that copies a peer's memory to new memory here."""
-        address = other.client.address_of(theirs)
-        assert address is not None, "the peer has no mover"
-        return Piece(address, self.allocate(theirs.get_size()))
+        return Piece(other.address_of(theirs), self.allocate(theirs.get_size()))
+
+    def attend(self) -> None:
+        """Let the mover attend to peers from now on."""
+        assert self.client.lend(self.allocate(1)) is not None
+
+    def address_of(self, memory: MemoryObj) -> int:
+        """Return where peers read memory; there is no loan."""
+        address = self.client.lend(memory)
+        assert address is not None, "there is no mover"
+        self.client.take_back(memory)
+        return address
 
     async def attached(self) -> bytes:
         """Wait for the mover; return its blob."""

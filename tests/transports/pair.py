@@ -59,13 +59,13 @@ async def serve(port: int) -> None:
     with node() as mine:
         mine.client.open()
         blob = await mine.attached()
-        mine.client.note_loans(1)
+        mine.attend()
         pieces = []
         for _ in range(NUM_PIECES):
             memory = mine.allocate(PIECE_BYTES)
             data = secrets.token_bytes(PIECE_BYTES)
             memory.byte_array[:] = data
-            pieces.append([mine.client.address_of(memory), hashlib.sha256(data).hexdigest()])
+            pieces.append([mine.address_of(memory), hashlib.sha256(data).hexdigest()])
         told = json.dumps({"blob": base64.b64encode(blob).decode(), "pieces": pieces}).encode()
 
         class Teller(BaseHTTPRequestHandler):

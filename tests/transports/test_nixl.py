@@ -54,7 +54,7 @@ async def opened(nodes: tuple[Node, Node]) -> AsyncIterator[tuple[Node, Node]]:
             stack.push_async_callback(node.client.close)
         for node in nodes:
             await node.attached()
-        nodes[1].client.note_loans(1)
+        nodes[1].attend()
         yield nodes
 
 

@@ -123,6 +123,21 @@ async def test_chunks_come_over_the_wire_while_a_mover_hangs(world: Town, whose:
     assert num_reads(world) > asked, "and is tried again"
 
 
+async def test_a_mover_that_goes_on_failing_is_tried_less_and_less(world: Town) -> None:
+    await world.add("a", NAMES, bytes_per_s=SLOW)
+    await connect(world, "a")
+    mover_of(world, "a").is_stopped = True
+    tried = []
+    for turn in range(8):  # as long as the peer is registered
+        asked = num_reads(world)
+        assert await pulled(world, NAMES[:1]) == [None]
+        if num_reads(world) > asked:
+            tried.append(turn)
+        await asyncio.sleep(5.0)
+    assert len(tried) == 3, tried
+    mover_of(world, "a").is_stopped = False
+
+
 @pytest.mark.parametrize("whose", ["me", "a"])
 async def test_chunks_come_over_the_wire_when_a_mover_dies(world: Town, whose: str) -> None:
     await world.add("a", NAMES, bytes_per_s=SLOW)

@@ -13,7 +13,15 @@ from lmcache_core.errors import UnavailableError
 from lmcache_core.memory.arena import ArenaAllocator
 from lmcache_core.memory.base import MemoryObj
 from lmcache_core.mover import Attach, Attached, MoverClient, Piece, client
-from lmcache_core.mover.messages import MAX_PACKET_BYTES, Cancel, Quiet, Read, Report, Request
+from lmcache_core.mover.messages import (
+    MAX_PACKET_BYTES,
+    Cancel,
+    Quiet,
+    Read,
+    Report,
+    Request,
+    Serve,
+)
 
 ARENA_BYTES = 1 << 20
 SIZE = 4096
@@ -231,3 +239,23 @@ async def test_closing_waits_for_the_end(setting: Setting) -> None:
     with pytest.raises(UnavailableError):
         await reading
     assert setting.arena.used_bytes == 0
+
+
+async def test_a_part_of_the_arena_is_lent_and_attended_to(setting: Setting) -> None:
+    room = ARENA_BYTES // client.LENT_SHARE
+    memory, more, stranger = setting.memory(room), setting.memory(), ArenaAllocator.anonymous(4096)
+    foreign = stranger.allocate((1,), None)
+    assert foreign is not None
+    assert setting.client.lend(foreign) is None, "it is not in the arena"
+    assert setting.client.lend(memory) == ATTACHED.address + memory.metadata.address
+    assert await setting.mover.heard() == Serve(True)
+    assert setting.client.lend(more) is None, "too much is lent"
+    setting.client.take_back(memory)
+    assert await setting.mover.heard() == Serve(False)
+    assert setting.client.lend(more) == ATTACHED.address + more.metadata.address
+    assert await setting.mover.heard() == Serve(True)
+    setting.mover.die()
+    await setting.mover.live()
+    assert await setting.mover.heard() == Serve(True), "the next one attends, too"
+    for each in (memory, more, foreign):
+        each.ref_count_down()

@@ -45,6 +45,10 @@ up.
 """
 
 
+LENT_SHARE: Final = 8
+"""No more than one part in this many of the arena is lent."""
+
+
 class Piece(NamedTuple):
     """What is read at once.
 
@@ -110,7 +114,7 @@ class MoverClient:
         self._path = path
         self._arena = arena
         self._allocator = allocator
-        self._num_loans = 0
+        self._lent_bytes = 0
         self._life: _Life | None = None
         self._ids = itertools.count(1)
         self._tasks = TaskSupervisor("mover")
@@ -148,17 +152,24 @@ class MoverClient:
         """Return whether this memory is in the arena."""
         return self._allocator.owns(memory)
 
-    def address_of(self, memory: MemoryObj) -> int | None:
-        """Return where movers of peers read this memory; None if they cannot."""
-        if self._life is None or not self.takes(memory):
+    def lend(self, memory: MemoryObj) -> int | None:
+        """Return where movers of peers read this memory, until `take_back`; None if they cannot, or
+        too much is lent. The mover attends to peers as long as anything is.
+        """
+        lent_bytes, life = self._lent_bytes + memory.get_size(), self._life
+        too_many = lent_bytes > self._arena.num_bytes // LENT_SHARE
+        if life is None or too_many or not self.takes(memory):
             return None
-        return self._life.attached.address + memory.metadata.address
+        if not self._lent_bytes:
+            self._send(life, Serve(True))
+        self._lent_bytes = lent_bytes
+        return life.attached.address + memory.metadata.address
 
-    def note_loans(self, change: int) -> None:
-        """So many chunks more, or fewer, are lent to peers: the mover attends to them."""
-        had_any, self._num_loans = self._num_loans > 0, self._num_loans + change
-        if self._life is not None and had_any != (self._num_loans > 0):
-            self._send(self._life, Serve(not had_any))
+    def take_back(self, memory: MemoryObj) -> None:
+        """End a loan."""
+        self._lent_bytes -= memory.get_size()
+        if not self._lent_bytes and self._life is not None:
+            self._send(self._life, Serve(False))
 
     async def read(self, blob: bytes, pieces: Sequence[Piece], timeout_s: float) -> None:
         """Fill memory from the mover of a peer. What has arrived is not verified.
@@ -239,7 +250,7 @@ class MoverClient:
             life = self._life = _Life(connection, attached)
             self.num_lives += 1
             logger.info("mover connected: path=%s", self._path)
-            if self._num_loans:
+            if self._lent_bytes:
                 self._send(life, Serve(True))
             while (report := await self._next(connection)) is not None:
                 if not isinstance(report, Quiet) or report.id not in life.owned:

@@ -36,8 +36,8 @@ TRIED_EVERY: Final = 16
 MAX_PEERS: Final = 256
 TIME_SHARE: Final = 0.25
 """Part of a read's time after which GET takes over, before the peer as a whole is given up."""
-REST_S: Final = 10.0
-"""How long the mover is not used for a peer after it has failed there."""
+REST_S, MAX_REST_S = 10.0, 600.0
+"""How long the mover is not used for a peer after it has failed there: twice as long each time."""
 
 
 @dataclass
@@ -48,6 +48,14 @@ class _Ways:
     by_lm: float = 0.0
     num_asked: int = 0
     rests_until: float = float("-inf")
+    rest_s: float = REST_S
+
+    def rest(self) -> None:
+        """Leave the mover alone; reads that fail at the same time count as one."""
+        now = time.monotonic()
+        if now >= self.rests_until:
+            self.rests_until = now + self.rest_s
+            self.rest_s = min(2 * self.rest_s, MAX_REST_S)
 
 
 class MoverPulls:
@@ -87,6 +95,7 @@ class MoverPulls:
             return
         ways, rate = self._ways_to(peer), num_bytes / max(elapsed_s, 1e-6)
         if by_mover:
+            ways.rest_s = REST_S
             ways.by_mover += (rate - ways.by_mover) * (NEW_SHARE if ways.by_mover else 1.0)
         else:
             ways.by_lm += (rate - ways.by_lm) * (NEW_SHARE if ways.by_lm else 1.0)
@@ -125,7 +134,7 @@ class MoverPulls:
             )
         except UnavailableError:
             self._num_failed += 1
-            self._ways_to(peer).rests_until = time.monotonic() + REST_S
+            self._ways_to(peer).rest()
             return [None] * len(keys)
         finally:
             if loans:

@@ -21,11 +21,11 @@ class Lender(Protocol):
     def blob(self) -> bytes:
         """How they reach it; empty while they cannot."""
 
-    def address_of(self, memory: MemoryObj) -> int | None:
-        """Return where they read this memory; None if they cannot."""
+    def lend(self, memory: MemoryObj) -> int | None:
+        """Return where they read this memory, until `take_back`; None if they cannot."""
 
-    def note_loans(self, change: int) -> None:
-        """So many loans more, or fewer."""
+    def take_back(self, memory: MemoryObj) -> None:
+        """End a loan."""
 
 
 class Loans:
@@ -44,8 +44,10 @@ class Loans:
 
     def lend(self, chunk: Chunk) -> Loan | None:
         """Lend a chunk, and take a reference on it; None if it cannot be lent."""
-        address = self._lender.address_of(chunk.memory)
-        if address is None or len(self._held) >= MAX_LOANS:
+        if len(self._held) >= MAX_LOANS:
+            return None
+        address = self._lender.lend(chunk.memory)
+        if address is None:
             return None
         self._num_lent += 1
         number = self._num_lent
@@ -53,7 +55,6 @@ class Loans:
         timer = asyncio.get_running_loop().call_later(limit_s, self.take_back, [number])
         chunk.memory.ref_count_up()
         self._held[number] = chunk, timer
-        self._lender.note_loans(1)
         return Loan(number, address, chunk.head)
 
     def take_back(self, numbers: Sequence[int]) -> None:
@@ -62,8 +63,8 @@ class Loans:
             if number in self._held:
                 chunk, timer = self._held.pop(number)
                 timer.cancel()
+                self._lender.take_back(chunk.memory)
                 chunk.release()
-                self._lender.note_loans(-1)
 
     def close(self) -> None:
         """End all loans."""
