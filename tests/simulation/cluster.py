@@ -92,6 +92,10 @@ DIRECTORY_OF = "storage-0"
 EMBEDDED_DISK_CHANCE = 0.5
 MOVERS_CHANCE = 0.4
 """How often sidecars have movers."""
+STEPS_S = (0.001, 0.001, 0.4)
+"""How long they take for a chunk, drawn at each start: so slow ones go on writing when they were
+given up.
+"""
 
 
 def worker_name(engine: str, rank: int) -> str:
@@ -430,6 +434,7 @@ class Mover(ModelMover):
         self._kernel = world.kernel
         self._name = f"mover-{node}"
         self._machine = machine
+        self._dice = random.Random(f"{self._name} {world.kernel.seed}")
         self.process: Process | None = None
 
     def state(self) -> str:
@@ -441,6 +446,7 @@ class Mover(ModelMover):
         """Start it, unless it runs."""
         if self.state() == "dead":
             self.is_stopped, self.life = False, None
+            self.step_s = self._dice.choice(STEPS_S)
             self.process = self._kernel.start_process(self._name, self._machine, self._main)
 
     def _main(self) -> None:
