@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import os
 import re
 import signal
@@ -30,6 +32,7 @@ class Pods:
         self._neighbourhood = neighbourhood
         self._directory = directory
         self._exits = exits
+        self.ticket_keys = neighbourhood.ticket_keys
         self.movers: dict[str, Mover] = {}
 
     def add(self, name: str, **options: Any) -> Sidecar:
@@ -99,3 +102,39 @@ def test_chunks_come_by_the_mover_and_without_one_by_lm(pods: Pods) -> None:
     pods.start_mover("b")
     eventually(lambda: events(b)["mover_starts"] == 2)
     assert events(b)["failed_pulls"] == 0
+
+
+def test_no_secret_is_in_a_movers_memory(pods: Pods) -> None:
+    """Over TCP a peer may read all of it: UCX asks nobody who they are."""
+    a, b = pods.add("a"), pods.add("b")
+    store_at(a, 0)
+    store_at(a, 1)
+    for seed in range(2):
+        check_found_at(b, seed)
+    assert events(b)["mover_chunks"] > 0, "with tickets"
+    name, _, key = pods.ticket_keys.read_text().strip().partition(":")
+    secrets = [key.encode(), base64.b64decode(key), f"{name}:".encode() + key.encode()]
+    for mover in pods.movers.values():
+        for pid in (mover.worker, mover.process.pid):
+            found = memory_of(pid)
+            assert b"lmcache_mover" in found, "it was read"
+            assert not any(secret in found for secret in secrets)
+    assert any(secret in memory_of(b.process.process.pid) for secret in secrets), (
+        "the sidecar has them"
+    )
+
+
+def memory_of(pid: int) -> bytes:
+    """Return what a process maps, but for files and arenas."""
+    found = bytearray(Path(f"/proc/{pid}/environ").read_bytes())
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for line in maps:
+            area, rights, _, _, inode, *name = line.split()
+            if not rights.startswith("rw") or inode != "0" or name in (["[vvar]"], ["[vsyscall]"]):
+                continue
+            begin, end = (int(one, 16) for one in area.split("-"))
+            memory.seek(begin)
+            with contextlib.suppress(OSError):  # not every page can be read
+                found += memory.read(end - begin)
+    return bytes(found)
