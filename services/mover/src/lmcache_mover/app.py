@@ -49,7 +49,7 @@ def main() -> int:
     try:
         listener = _listener(path)
     except OSError as exc:
-        print(f"--socket={path}: {exc.strerror}", file=sys.stderr)
+        print(f"--socket={path}: {exc.strerror or exc}", file=sys.stderr)
         return 2
     with listener:
         while True:

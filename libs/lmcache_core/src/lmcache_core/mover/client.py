@@ -29,6 +29,7 @@ from lmcache_core.mover.messages import (
     Request,
     Serve,
 )
+from lmcache_core.telemetry.sparse_log import SparseLog
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class MoverClient:
         self._path = path
         self._arena = arena
         self._allocator = allocator
+        self._log = SparseLog(logger)
         self._lent_bytes = 0
         self._life: _Life | None = None
         self._ids = itertools.count(1)
@@ -240,7 +242,10 @@ class MoverClient:
                 async with asyncio.timeout(ATTACH_S):
                     try:
                         await asyncio.get_running_loop().sock_connect(connection, str(self._path))
-                    except OSError:  # nobody listens yet
+                    except OSError as exc:
+                        self._log.log(
+                            logging.WARNING, "no mover: path=%s error=%s", self._path, exc
+                        )
                         return
                     connection.send(_ENCODER.encode(self._arena))
                     attached = await self._next(connection)
