@@ -96,7 +96,9 @@ def test_services_take_their_settings(chart: Chart, case: str, tmp_path: Path) -
         opened = {
             value
             for name, value in values.items()
-            if name.endswith("port") and value is not None and not name.startswith("kubernetes_")
+            if f"_{name}".endswith("_port")
+            and value is not None
+            and not name.startswith("kubernetes_")
         }
         loopback = {settings.port} if service == "sidecar" else set()
         assert {port["containerPort"] for port in container["ports"]} == opened - loopback
