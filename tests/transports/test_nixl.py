@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import secrets
 import signal
 import tempfile
@@ -24,6 +26,7 @@ MIB = 1 << 20
 ARENA_BYTES = 128 * MIB
 PIECE_BYTES = 4 * MIB
 NUM_PIECES = 8
+NUM_EDITS = 40
 LONG_S = 120.0
 """Only a hang lasts so long."""
 READS = int(os.environ.get("READS", "60"))
@@ -128,3 +131,34 @@ async def test_without_ownership_memory_is_overwritten(opened: tuple[Node, Node]
         while not storm.outcome.overwritten_bytes:
             await storm.read(Fault("peer", signal.SIGSTOP))
     print(await storm.settle())
+
+
+async def test_an_edited_blob_changes_nothing_but_what_it_reads_into(
+    opened: tuple[Node, Node],
+) -> None:
+    reader, peer = opened
+    theirs, *others = filled(peer)
+    lent = bytes(theirs.byte_array)
+    kept = reader.allocate(PIECE_BYTES)
+    kept.byte_array[:] = held = secrets.token_bytes(PIECE_BYTES)
+    dice = random.Random(1)
+    for _ in range(NUM_EDITS):
+        await reader.attached()
+        blob = bytearray(await peer.attached())
+        for _ in range(dice.choice((1, 1, 8))):
+            blob[dice.randrange(len(blob))] = dice.randrange(256)
+        piece = reader.piece_from(peer, theirs)
+        with contextlib.suppress(UnavailableError):
+            await reader.client.read(bytes(blob), [piece], 0.2)
+        release(piece.memory)
+        assert bytes(kept.byte_array) == held
+    async with asyncio.timeout(LONG_S):
+        while reader.client.given_up_bytes:
+            await asyncio.sleep(0.02)
+    assert bytes(theirs.byte_array) == lent
+    await reader.attached()
+    piece = reader.piece_from(peer, theirs)
+    await reader.client.read(await peer.attached(), [piece], LONG_S)
+    assert piece.memory.byte_array == theirs.byte_array, "it reads again"
+    release(piece.memory, kept, theirs, *others)
+    assert reader.memory.used_bytes == 0
