@@ -1,5 +1,5 @@
-"""Reads of one peer over lm:// and through movers: GB/s, processor seconds for each GB, and what a
-mover costs that does nothing. `python -m tests.transports.compare`
+"""Reads of one peer over lm:// and through movers: GB/s, processor seconds per GB, and the cost of
+an idle mover. `python -m tests.transports.compare`
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ async def by_mover(transports: str, num_pieces: int, size: int) -> tuple[float, 
 
 
 async def idle() -> None:
-    """Print what a mover costs that nobody uses, and how long another one takes to be there."""
+    """Print the cost of an idle mover, and how long a restart takes."""
     async with two_nodes("tcp") as (reader, _):
         pids = [reader.mover.process.pid, reader.mover.worker]
         before = sum(map(processor_s, pids))
@@ -140,7 +140,7 @@ async def idle() -> None:
             await asyncio.sleep(0.001)
         await reader.attached()
         again_s = time.perf_counter() - began
-    print(f"idle mover: {share:.2%} of a core, {memory:.0f} MB; again there after {again_s:.2f} s")
+    print(f"idle mover: {share:.2%} of a core, {memory:.0f} MB; ready {again_s:.2f} s after a kill")
 
 
 async def main() -> None:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from lmcache_core.errors import UnavailableError
 from lmcache_core.memory.base import MemoryObj
@@ -30,7 +30,7 @@ LONG_S = 120.0
 LATE_S = 2.0
 """A call may outlast its deadline by this much on a machine that does more than this."""
 AFTERWARDS_S = 0.3
-"""How long bytes of a read that was given up may come, once a stopped peer goes on."""
+"""How long to wait for late bytes of a read that was given up, once its peer resumes."""
 
 
 class Fault(NamedTuple):
@@ -131,7 +131,7 @@ class Storm:
         pieces = [reader.piece_from(peer, memory) for memory in self._theirs]
         asked: Sequence[Any] = pieces
         if not self._is_owned:
-            asked = [Piece(address, Unowned(memory)) for address, memory in pieces]  # type: ignore[arg-type]
+            asked = [Piece(address, cast("MemoryObj", Unowned(mine))) for address, mine in pieces]
         timeout_s = LONG_S if fault is None else HURT_TIMEOUT_S
         began = time.monotonic()
         reading = asyncio.create_task(reader.client.read(blob, asked, timeout_s))

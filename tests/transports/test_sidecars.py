@@ -105,7 +105,7 @@ def test_chunks_come_by_the_mover_and_without_one_by_lm(pods: Pods) -> None:
 
 
 def test_no_secret_is_in_a_movers_memory(pods: Pods) -> None:
-    """Over TCP a peer may read all of it: UCX asks nobody who they are."""
+    """UCX has no access control: over TCP a peer can read all of this memory."""
     a, b = pods.add("a"), pods.add("b")
     store_at(a, 0)
     store_at(a, 1)

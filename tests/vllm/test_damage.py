@@ -16,7 +16,7 @@ from tests.vllm.models import LLAMA
 from tests.vllm.processes import Service
 from tests.vllm.references import distance, prompt
 from tests.vllm.sidecars import Growth, delete, eventually, fetch, num_chunks, put, storage
-from tests.vllm.worlds import BOUND_S, UNHURRIED, World, await_found, fill
+from tests.vllm.worlds import BOUND_S, World, await_found, fill
 
 PAGE = 4096
 
@@ -46,7 +46,7 @@ def test_records_damaged_on_the_disk(world: World) -> None:
     disk = world.owner.directory / "disk"
     sidecar = world.sidecar(disk_path=disk, disk_gb=0.5)
     ask = Ask(prompt(201, 1000))
-    with running_engine(world.options(**UNHURRIED)) as engine:
+    with running_engine(world.options()) as engine:
         fill(engine, sidecar, ask)
         eventually(lambda: sidecar.get("/v1/status")["settled"], "written to the disk")
         sidecar.kill()
@@ -107,7 +107,7 @@ def test_zeros_with_a_valid_digest_change_the_answer(world: World, zeroed: bool)
     if zeroed:
         assert forge(keeper, lambda payload: bytes(len(payload))) >= 3
     world.sidecar("second", **remote)
-    with running_engine(world.options(at="second", **UNHURRIED)) as engine:
+    with running_engine(world.options(at="second")) as engine:
         answer = engine.ask(ask)
     assert answer.num_cached == 3 * CHUNK_SIZE
     if not zeroed:

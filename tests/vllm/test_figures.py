@@ -15,7 +15,7 @@ import zmq
 from tests.vllm.engines import CHUNK_SIZE, Ask, Engine, release, running_engine
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth, eventually, storage
-from tests.vllm.worlds import UNHURRIED, World, fill
+from tests.vllm.worlds import World, fill
 
 
 @pytest.mark.smoke
@@ -63,7 +63,7 @@ def test_where_hits_came_from(world: World) -> None:
     remote = {"remote_url": f"lm://127.0.0.1:{keeper.ports['lm_port']}"}
     first = world.sidecar("first", **disk, **remote)
     ask, other = Ask(prompt(222, 1000)), Ask(prompt(223, 600))
-    with running_engine(world.options(at="first", **UNHURRIED)) as engine:
+    with running_engine(world.options(at="first")) as engine:
         stored = Growth(keeper)
         fill(engine, first, ask)
         fill(engine, first, other)

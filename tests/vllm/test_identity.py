@@ -6,7 +6,7 @@ from tests.vllm.engines import CHUNK_SIZE, Ask, running_engine
 from tests.vllm.models import LLAMA, LORA, OTHER_LORA
 from tests.vllm.references import distance, prompt
 from tests.vllm.sidecars import Growth, storage
-from tests.vllm.worlds import UNHURRIED, World, fill, whole_chunks
+from tests.vllm.worlds import World, fill, whole_chunks
 
 
 def test_adapters_share_nothing(world: World) -> None:
@@ -48,7 +48,7 @@ def test_a_sidecars_salt_divides_its_tenants(world: World) -> None:
     world.sidecar("red-again", salt_file=world.owner.directory / "red.salt", **remote)
     ask = Ask(prompt(32, 800))
     for name, num_cached in (("red", 0), ("blue", 0), ("red-again", 3 * CHUNK_SIZE)):
-        with running_engine(world.options(at=name, **UNHURRIED)) as engine:
+        with running_engine(world.options(at=name)) as engine:
             stored = Growth(keeper)
             answer = engine.ask(ask)
             assert answer.num_cached == num_cached, name

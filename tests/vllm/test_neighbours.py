@@ -13,7 +13,7 @@ from tests.vllm.models import LLAMA
 from tests.vllm.references import TOLERANCES, distance, prompt
 from tests.vllm.rubbish import ASYNC, FAILING, PARAMETER, SYNC
 from tests.vllm.sidecars import Growth, SilentServer, await_calm, eventually, neighbourhood
-from tests.vllm.worlds import BOUND_S, UNHURRIED, World, fill, with_second_connector
+from tests.vllm.worlds import BOUND_S, World, fill, with_second_connector
 
 
 def test_two_vllms_with_two_sidecars(world: World) -> None:
@@ -29,7 +29,7 @@ def test_two_vllms_with_two_sidecars(world: World) -> None:
     with running_engine(world.options(at="a")) as engine:
         fill(engine, sidecars[0], ask)
         eventually(lambda: sidecars[0].get("/v1/status")["settled"], "announced")
-        other.open(world.options(at="b", **UNHURRIED))
+        other.open(world.options(at="b"))
         hit = other.ask(ask)
         assert hit.num_cached == 3 * CHUNK_SIZE
         other.reset()

@@ -16,7 +16,7 @@ from tests.vllm.processes import EngineProcess, Service
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import await_calm, eventually, neighbourhood
 from tests.vllm.test_states import GATED, MAMBA, Kind
-from tests.vllm.worlds import UNHURRIED, World
+from tests.vllm.worlds import World
 
 EDGES = (
     *(1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1),
@@ -84,7 +84,7 @@ def pods(
 
     def in_role(role: str, at: str) -> dict[str, Any]:
         options_of = make or partial(world.options, model)
-        made = options_of(at=at, **UNHURRIED, **options)
+        made = options_of(at=at, **options)
         return made | {"kv_transfer_config": made["kv_transfer_config"] | {"kv_role": role}}
 
     for one in both:

@@ -14,7 +14,7 @@ from tests.vllm.pictures import PICTURE_TOKENS
 from tests.vllm.references import prompt
 from tests.vllm.sidecars import Growth, await_calm
 from tests.vllm.test_pictures import HASHER, seen
-from tests.vllm.worlds import UNHURRIED, World, fill, whole_chunks
+from tests.vllm.worlds import World, fill, whole_chunks
 
 EDGES = (1, CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 2 * CHUNK_SIZE, 700, 1000)
 
@@ -40,7 +40,7 @@ def test_one_engine_computes_prompts_and_another_one_answers(world: World, model
         prefill.reset()
         again = prefill.ask(replace(asks[-1], num_new=1))
         assert again.num_cached == 0, "it loads nothing"
-        decode.open(in_role("kv_consumer", world.options(model, **UNHURRIED)))
+        decode.open(in_role("kv_consumer", world.options(model)))
         answers = [decode.ask(ask) for ask in asks]
         own = decode.ask(Ask(prompt(450, 700)))
         assert own.num_cached == 0, "it computes what is not there"
@@ -75,7 +75,7 @@ def test_roles_share_what_they_compute_from_pictures(world: World) -> None:
         prefill.ask(replace(ask, num_new=1))
         stored.reaches(num_tokens // CHUNK_SIZE)
         await_calm(sidecar)
-        decode.open(in_role("kv_consumer", world.options(SEEING, **HASHER, **UNHURRIED)))
+        decode.open(in_role("kv_consumer", world.options(SEEING, **HASHER)))
         answer = decode.ask(ask)
     assert answer.num_cached == num_tokens // BLOCK_SIZE * BLOCK_SIZE
     world.references.check([answer], [ask], SEEING, **HASHER)

@@ -14,7 +14,7 @@ from tests.vllm.processes import Service
 from tests.vllm.references import prompt
 from tests.vllm.sabotage import AFTER, BEFORE, Sabotage
 from tests.vllm.sidecars import eventually
-from tests.vllm.worlds import BOUND_S, UNHURRIED, World, await_found, fill
+from tests.vllm.worlds import BOUND_S, World, await_found, fill
 
 LOAD_POINTS = [
     ("STAGE", BEFORE),
@@ -160,7 +160,7 @@ def test_a_restarted_sidecar_serves_what_is_left(world: World, place: str) -> No
     disk = {"disk_path": world.owner.directory / "disk", "disk_gb": 0.5} if place == "disk" else {}
     sidecar = world.sidecar(**disk)
     ask = Ask(prompt(190, 1000))
-    with running_engine(world.options(**UNHURRIED)) as engine:
+    with running_engine(world.options()) as engine:
         fill(engine, sidecar, ask)
         eventually(lambda: sidecar.get("/v1/status")["settled"], "written to the disk")
         sidecar.kill()

@@ -20,7 +20,7 @@ from tests.vllm.sabotage import AFTER, BEFORE, Sabotage
 from tests.vllm.sidecars import Growth, await_calm, eventually, storage
 from tests.vllm.test_damage import forge
 from tests.vllm.test_failed_loads import NothingComes
-from tests.vllm.worlds import BACK_S, BOUND_S, UNHURRIED, World
+from tests.vllm.worlds import BACK_S, BOUND_S, World
 
 pytestmark = pytest.mark.since("0.32")
 
@@ -207,7 +207,7 @@ def test_one_bit_of_a_state_changes_the_answer(world: World, is_forged: bool) ->
     if is_forged:
         assert forge(keeper, flip, of="state") > 0
     world.sidecar("second", **remote)
-    with running_engine(DRAFTED.options(world, at="second", **UNHURRIED)) as engine:
+    with running_engine(DRAFTED.options(world, at="second")) as engine:
         hit = engine.ask(ask)
     assert hit.num_cached == DRAFTED.whole(DRAFTED.length)
     with pytest.raises(AssertionError) if is_forged else contextlib.nullcontext():

@@ -23,9 +23,9 @@ BACK_S = 40.0
 avoided for a multiple of that.
 """
 
-UNHURRIED = {"lmcache_prefill_tokens_per_s": 100.0}
-"""For hits: so slow an engine waits for them. A tiny model soon computes faster than a sidecar
-answers on a busy machine, and rightly does not wait.
+PREFILL_TOKENS_PER_S = 100.0
+"""So slow an engine waits for hits. A tiny model soon computes faster than a sidecar answers on a
+busy machine, and rightly does not wait.
 """
 
 
@@ -74,7 +74,7 @@ class World:
         extra = {
             "sidecar_socket": str(socket_of(self.owner, at)),
             "chunk_size": CHUNK_SIZE,
-            "prefill_tokens_per_s": 100.0,
+            "prefill_tokens_per_s": PREFILL_TOKENS_PER_S,
         } | connector
         named = {f"lmcache.{name}": value for name, value in extra.items()}
         return engine_options(

@@ -44,8 +44,6 @@ GIVEN_UP_SHARE: Final = 8
 """Nothing more is read while one part in this many of the arena is memory of reads that were given
 up.
 """
-
-
 LENT_SHARE: Final = 8
 """No more than one part in this many of the arena is lent."""
 
@@ -67,7 +65,7 @@ class _Owned:
     """Memory that the mover owns.
 
     Attributes:
-        quiet: Set when it is the mover's no more: to the error, or to "" if it is filled.
+        quiet: Set when the mover no longer owns it: to the error, or to "" if it is filled.
     """
 
     memory: Sequence[MemoryObj]
@@ -130,7 +128,7 @@ class MoverClient:
 
     @property
     def given_up_bytes(self) -> int:
-        """Return how much memory is the mover's though nobody waits for it."""
+        """Return how much memory the mover owns for reads that were given up."""
         owned = () if self._life is None else self._life.owned.values()
         return sum(each.num_bytes for each in owned if each.is_given_up)
 
